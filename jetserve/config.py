@@ -1,0 +1,183 @@
+"""The one configuration tree: defaults < one YAML file < `path=value` settings. Host side; imports no jax.
+
+A setting is a field with a default, a range and one line of why. Unknown keys are errors that name the nearest one.
+What follows from settings, model and chips together is computed once, in `engine/sizing.py`.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import pydantic
+import yaml
+from pydantic import BaseModel, ConfigDict, Field
+
+from jetserve.errors import ConfigError
+
+Positive = Annotated[int, Field(ge=1)]
+PositiveSeconds = Annotated[float, Field(gt=0)]
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+
+
+class ModelSettings(_Section):
+    """Which weights, and how they are held."""
+
+    name: str = Field("demo", min_length=1, description="demo, demo-gemma, a folder or a .gguf file")
+    served_name: str | None = Field(None, description="the name clients see; the model's own name when not set")
+    dtype: Literal["auto", "float32", "bfloat16"] = Field(
+        "auto", description="of weights and matmuls; auto is bfloat16 where the chip multiplies it natively"
+    )
+    tokenizer: str | None = Field(None, description="file or directory; the model's own when not set")
+    random_weights: bool = Field(False, description="random weights of the model's shapes: for tests and benchmarks")
+
+
+class MeshSettings(_Section):
+    """How chips are laid out. Axis words as in sharding/."""
+
+    data: Positive = 1
+    tensor: Positive = Field(1, description="chips that share each weight matrix and the KV heads")
+
+
+class EngineSettings(_Section):
+    """Shapes of the device programs. Every size here is compiled at start; none is compiled later."""
+
+    slots: Positive = Field(32, le=4096, description="most sequences decoded together")
+    max_length: Positive | None = Field(
+        None, description="tokens of prompt and answer together; the model's own limit, at most 8192, when not set"
+    )
+    page_size: Positive | None = Field(None, description="tokens in a KV page; 128 on TPU, 16 elsewhere when not set")
+    kv_pages: Positive | None = Field(None, description="pages in the pool; from the memory budget when not set")
+    kv_bytes: Positive = Field(1 << 30, description="KV pool on machines whose memory is not ours to fill (CPU)")
+    prefill_sizes: tuple[Positive, ...] = Field((32, 128, 512), description="tokens a prefill program packs")
+    prefill_rows: Positive = Field(8, description="most prompts packed in one prefill")
+    generate_rows: tuple[Positive, ...] | None = Field(
+        None, description="batch sizes of generate, over the first slots; 2, 8, 32, .. slots when not set"
+    )
+    generate_steps: tuple[Positive, ...] = Field((1,), description="tokens a generate program decodes per dispatch")
+    attention: Literal["auto", "xla"] = Field("auto", description="attention implementation; auto is the chip's best")
+    strict_compile: bool = Field(False, description="a compilation after warm-up is an error instead of a warning")
+    compilation_cache: str | None = Field(
+        "auto", description="folder of the persistent compilation cache; auto is the user's cache folder, null is none"
+    )
+
+
+class SchedulerSettings(_Section):
+    """Who runs when."""
+
+    prefill_tokens: Positive | None = Field(
+        None, description="most prompt tokens prefilled between two decode steps; the largest prefill size when not set"
+    )
+    max_waiting_requests: Positive = Field(1024, description="requests waiting before new ones are refused")
+    max_waiting_tokens: Positive = Field(1 << 22, description="prompt tokens waiting before new ones are refused")
+    default_timeout_seconds: PositiveSeconds | None = Field(None, description="of requests that bring none")
+
+
+class ServerSettings(_Section):
+    """Where and how the server listens."""
+
+    host: str = "127.0.0.1"
+    grpc_port: int = Field(9000, ge=0, le=65535, description="0 takes a free one")
+    http_port: int = Field(8000, ge=0, le=65535, description="0 takes a free one")
+    max_message_bytes: int = Field(64 << 20, ge=4096, description="largest gRPC message, both ways")
+    tls_certificate: Path | None = Field(None, description="PEM chain; with tls_key gRPC is served over TLS")
+    tls_key: Path | None = None
+    drain_timeout_seconds: PositiveSeconds = Field(30.0, description="running requests may finish for so long")
+    step_timeout_seconds: PositiveSeconds = Field(60.0, description="a device step longer than this is not ready")
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+
+    @pydantic.model_validator(mode="after")
+    def _tls_is_whole(self) -> ServerSettings:
+        if (self.tls_certificate is None) != (self.tls_key is None):
+            raise ValueError("tls_certificate and tls_key go together; set both or neither")
+        return self
+
+
+class Config(_Section):
+    """The whole tree."""
+
+    model: ModelSettings = ModelSettings()
+    mesh: MeshSettings = MeshSettings()
+    engine: EngineSettings = EngineSettings()
+    scheduler: SchedulerSettings = SchedulerSettings()
+    server: ServerSettings = ServerSettings()
+
+
+def load(
+    file: Path | None = None, settings: Iterable[str] = (), overrides: Mapping[str, object] | None = None
+) -> Config:
+    """Builds the tree.
+
+    Args:
+      file: a YAML mapping with (some of) the tree's sections.
+      settings: `path=value` texts, the value in YAML: `engine.slots=8`. Later ones win.
+      overrides: dotted path -> value, from command-line flags; None values are left out. They win over all.
+    Raises: ConfigError naming the path, the value and what would be right.
+    """
+    tree = _read(file) if file is not None else {}
+    for text in settings:
+        path, equals, value = text.partition("=")
+        if not equals or not path.strip():
+            raise ConfigError(f"setting {text!r} is not of the form path=value, as in engine.slots=8")
+        try:
+            parsed = yaml.safe_load(value)
+        except yaml.YAMLError as error:
+            raise ConfigError(f"setting {text!r}: {value!r} is not a YAML value") from error
+        _put(tree, path.strip(), parsed)
+    for path, given in (overrides or {}).items():
+        if given is not None:
+            _put(tree, path, given)
+    try:
+        return Config.model_validate(tree)
+    except pydantic.ValidationError as error:
+        raise ConfigError("; ".join(_explain(item) for item in error.errors())) from None
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        tree = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read the configuration {file}: {error.strerror}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file} is not valid YAML: {error}") from error
+    if tree is None:
+        return {}
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{file} must hold a mapping of sections, holds {type(tree).__name__}")
+    return tree
+
+
+def _put(tree: dict[str, Any], path: str, value: object) -> None:
+    *sections, last = path.split(".")
+    for section in sections:
+        inner = tree.setdefault(section, {})
+        if not isinstance(inner, dict):
+            raise ConfigError(f"{path}: {section} is a value, not a section")
+        tree = inner
+    tree[last] = value
+
+
+def _explain(item: Any) -> str:
+    path = [str(part) for part in item["loc"]]
+    name = ".".join(path)
+    if item["type"] == "extra_forbidden":
+        near = difflib.get_close_matches(name, _paths(Config), n=1, cutoff=0.5)
+        hint = f"; did you mean {near[0]}?" if near else f"; sections are {', '.join(Config.model_fields)}"
+        return f"unknown setting {name}{hint}"
+    given = item.get("input")
+    value = "" if given is None or isinstance(given, dict) else f"={given!r}"
+    return f"{name}{value}: {item['msg'].removeprefix('Value error, ')}"
+
+
+def _paths(section: type[BaseModel], prefix: str = "") -> list[str]:
+    found = []
+    for name, info in section.model_fields.items():
+        found.append(prefix + name)
+        if isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel):
+            found.extend(_paths(info.annotation, f"{prefix}{name}."))
+    return found

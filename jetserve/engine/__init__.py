@@ -1,0 +1,1 @@
+"""From requests to tokens: state, pages, sampling, device programs, executor, scheduler."""

@@ -1,0 +1,1 @@
+"""The engine thread and its async face: submit, stream, abort, drain, health."""

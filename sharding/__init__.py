@@ -1,0 +1,1 @@
+"""Chips, meshes, logical-axis rules and memory budgets."""

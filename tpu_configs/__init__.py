@@ -1,0 +1,1 @@
+"""One YAML per machine shape, named as GKE and gcloud name it."""

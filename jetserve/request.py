@@ -51,7 +51,7 @@ class SamplingParams:
       stop: strings that end the text; not part of it unless `include_stop`.
       stop_token_ids: ids that end the sequence, besides the model's own. The id is in `token_ids`, not in the text.
       ignore_eos: the model's own end ids do not end the sequence (`stop_token_ids` still do).
-      logprobs: None for none, 0 for the chosen token's, n for the n most likely as well. Of the model's raw distribution.
+      logprobs: None for none, 0 for the chosen token's, n for the n most likely too. Of the raw distribution.
       allowed_token_ids: when not None only these can be sampled.
       n: samples per prompt; sample i of a seeded request has its own fixed seed.
     Raises: InvalidRequest naming the field, its value and the limit.
@@ -212,7 +212,7 @@ class Request:
         stop_ids.update(dict.fromkeys(params.stop_token_ids))
         if len(stop_ids) > MAX_STOP_TOKEN_IDS:
             raise InvalidRequest(
-                f"stop_token_ids and the model's own end ids are {len(stop_ids)}, at most {MAX_STOP_TOKEN_IDS} are allowed"
+                f"stop_token_ids and the model's own end ids are {len(stop_ids)}, at most {MAX_STOP_TOKEN_IDS} fit"
             )
         for name, ids in (
             ("stop_token_ids", params.stop_token_ids),

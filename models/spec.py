@@ -1,7 +1,8 @@
 """What a model is made of, as data: hyperparameters and the table of parameters. Imports no jax.
 
 `parameter_table(config)` is the single source of every parameter's shape, with three readers: checkpoint loading,
-sharding and random initialisation. Axis letters: L layers, N query heads, K kv heads, H head_dim, D embed, F mlp, V vocab.
+sharding and random initialisation. Axis letters: L layers, N query heads, K kv heads, H head_dim, D embed, F mlp,
+V vocab.
 """
 
 from __future__ import annotations

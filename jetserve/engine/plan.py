@@ -52,7 +52,7 @@ class PageGrant(NamedTuple):
     """Entry `index` of the slot's page table becomes `page`; takes effect before anything of the plan runs."""
 
     slot: int
-    index: int
+    index: int  # type: ignore[assignment]  # hides tuple.index, which nobody needs here
     page: int
 
 

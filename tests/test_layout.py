@@ -8,6 +8,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+
 from tests.links import ROOT, make_links, package_folders
 
 FOLDERS = {"jetserve", "models", "sharding", "server", "tests", "tpu_configs"}

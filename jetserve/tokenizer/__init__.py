@@ -1,12 +1,15 @@
 """Text to token ids and back, whatever file the vocabulary came from. Host side; imports no jax.
 
 A `Tokenizer` is stateless and shared; a `TextStream` (stream.py) turns one sequence's ids into text piece by piece.
+Both decode by one table of bytes, `Pieces` (pieces.py), so they cannot disagree.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Protocol
+
+from jetserve.tokenizer.pieces import Pieces
 
 
 class Tokenizer(Protocol):
@@ -16,6 +19,7 @@ class Tokenizer(Protocol):
       vocab_size: ids below it have a piece; a model's (padded) vocabulary may be larger.
       eos_token_ids: ids that end an answer as far as the vocabulary says.
       chat_template: Jinja source, or None.
+      pieces: what each id adds to the text; `decode`, `token_bytes` and streams read it.
     """
 
     @property
@@ -30,6 +34,9 @@ class Tokenizer(Protocol):
     @property
     def chat_template(self) -> str | None: ...
 
+    @property
+    def pieces(self) -> Pieces: ...
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`. With `add_special_tokens` a BOS is put in front once, if the vocabulary wants one."""
         ...
@@ -39,5 +46,5 @@ class Tokenizer(Protocol):
         ...
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes an id stands for, special tokens by their name."""
+        """The bytes an id stands for, special tokens by their name; none for an unknown id."""
         ...

@@ -44,6 +44,9 @@ format: $(VENV)/.installed-dev ## rewrite the sources as `check` wants them
 bench: $(VENV)/.installed-dev ## measure; ARGS="--quick" is one step of each, ARGS="--help" tells more
 	@$(BIN)/python -m tests.bench $(ARGS)
 
+proto: $(VENV)/.installed-dev links ## regenerate the Python code of server/protos/*.proto
+	cd build/links && $(abspath $(BIN))/python -m grpc_tools.protoc -I . --python_out=. --pyi_out=. jetserve/server/protos/*.proto
+
 links: $(VENV)/.installed-dev ## the package tree for tools that cannot read package-dir
 	@$(BIN)/python -m tests.links
 

@@ -11,9 +11,9 @@ import enum
 import math
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from jetserve.errors import InvalidRequest
 
@@ -80,10 +80,10 @@ class SamplingParams:
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
-        for name in ("stop", "stop_token_ids"):
-            object.__setattr__(self, name, tuple(getattr(self, name)))
+        object.__setattr__(self, "stop", _items("stop", self.stop))
+        object.__setattr__(self, "stop_token_ids", _items("stop_token_ids", self.stop_token_ids))
         if self.allowed_token_ids is not None:
-            object.__setattr__(self, "allowed_token_ids", tuple(self.allowed_token_ids))
+            object.__setattr__(self, "allowed_token_ids", _items("allowed_token_ids", self.allowed_token_ids))
         if self.max_tokens is not None:
             _whole("max_tokens", self.max_tokens, 1, None)
         _whole("min_tokens", self.min_tokens, 0, None)
@@ -124,6 +124,8 @@ class SamplingParams:
                 raise InvalidRequest("allowed_token_ids is empty: no token could be sampled; leave it out to allow all")
             for token in allowed:
                 _whole("allowed_token_ids", token, 0, None)
+        if not isinstance(self.logit_bias, Mapping):
+            raise InvalidRequest(f"logit_bias must map token ids to numbers, got {self.logit_bias!r}")
         for token, bias in self.logit_bias.items():
             _whole("logit_bias", token, 0, None)
             _number(f"logit_bias[{token}]", bias, -100.0, 100.0)
@@ -293,10 +295,16 @@ def _whole(name: str, value: object, low: int | None, high: int | None) -> None:
 def _number(name: str, value: object, low: float, high: float | None, *, above: bool = False) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise InvalidRequest(f"{name} must be a number, got {value!r}")
-    if not math.isfinite(value):
+    if isinstance(value, float) and not math.isfinite(value):
         raise InvalidRequest(f"{name} must be finite, got {value!r}")
     if value < low or (above and value == low) or (high is not None and value > high):
         raise InvalidRequest(f"{name}={value} is out of range, must be {_range(low, high, above=above)}")
+
+
+def _items(name: str, value: object) -> tuple[Any, ...]:
+    if isinstance(value, str | bytes) or not isinstance(value, Iterable):
+        raise InvalidRequest(f"{name} must be a list, got {value!r}")
+    return tuple(value)
 
 
 def _range(low: float | None, high: float | None, *, above: bool = False) -> str:
@@ -307,7 +315,7 @@ def _range(low: float | None, high: float | None, *, above: bool = False) -> str
 def _prompt(token_ids: Sequence[int], limits: ModelLimits) -> tuple[int, ...]:
     if isinstance(token_ids, str | bytes):
         raise InvalidRequest("prompt_token_ids must be a list of token ids, got text")
-    prompt = tuple(token_ids)
+    prompt = _items("prompt_token_ids", token_ids)
     if not prompt:
         raise InvalidRequest("the prompt has no tokens; send at least one")
     if len(prompt) > limits.max_prompt_tokens:

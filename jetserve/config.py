@@ -19,6 +19,7 @@ from jetserve.errors import ConfigError
 
 Positive = Annotated[int, Field(ge=1)]
 PositiveSeconds = Annotated[float, Field(gt=0)]
+Sizes = Annotated[tuple[Positive, ...], Field(min_length=1)]
 
 
 class _Section(BaseModel):
@@ -40,7 +41,7 @@ class ModelSettings(_Section):
 class MeshSettings(_Section):
     """How chips are laid out. Axis words as in sharding/."""
 
-    data: Positive = 1
+    data: Positive = Field(1, description="groups of chips that each hold all weights and some of the slots")
     tensor: Positive = Field(1, description="chips that share each weight matrix and the KV heads")
 
 
@@ -54,12 +55,12 @@ class EngineSettings(_Section):
     page_size: Positive | None = Field(None, description="tokens in a KV page; 128 on TPU, 16 elsewhere when not set")
     kv_pages: Positive | None = Field(None, description="pages in the pool; from the memory budget when not set")
     kv_bytes: Positive = Field(1 << 30, description="KV pool on machines whose memory is not ours to fill (CPU)")
-    prefill_sizes: tuple[Positive, ...] = Field((32, 128, 512), description="tokens a prefill program packs")
+    prefill_sizes: Sizes = Field((32, 128, 512), description="tokens a prefill program packs")
     prefill_rows: Positive = Field(8, description="most prompts packed in one prefill")
-    generate_rows: tuple[Positive, ...] | None = Field(
+    generate_rows: Sizes | None = Field(
         None, description="batch sizes of generate, over the first slots; 2, 8, 32, .. slots when not set"
     )
-    generate_steps: tuple[Positive, ...] = Field((1,), description="tokens a generate program decodes per dispatch")
+    generate_steps: Sizes = Field((1,), description="tokens a generate program decodes per dispatch")
     attention: Literal["auto", "xla"] = Field("auto", description="attention implementation; auto is the chip's best")
     strict_compile: bool = Field(False, description="a compilation after warm-up is an error instead of a warning")
     compilation_cache: str | None = Field(
@@ -81,15 +82,15 @@ class SchedulerSettings(_Section):
 class ServerSettings(_Section):
     """Where and how the server listens."""
 
-    host: str = "127.0.0.1"
+    host: str = Field("127.0.0.1", min_length=1, description="address both ports listen on; 0.0.0.0 is all of them")
     grpc_port: int = Field(9000, ge=0, le=65535, description="0 takes a free one")
     http_port: int = Field(8000, ge=0, le=65535, description="0 takes a free one")
     max_message_bytes: int = Field(64 << 20, ge=4096, description="largest gRPC message, both ways")
     tls_certificate: Path | None = Field(None, description="PEM chain; with tls_key gRPC is served over TLS")
-    tls_key: Path | None = None
+    tls_key: Path | None = Field(None, description="PEM key of tls_certificate")
     drain_timeout_seconds: PositiveSeconds = Field(30.0, description="running requests may finish for so long")
     step_timeout_seconds: PositiveSeconds = Field(60.0, description="a device step longer than this is not ready")
-    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least that is logged")
 
     @pydantic.model_validator(mode="after")
     def _tls_is_whole(self) -> ServerSettings:
@@ -149,7 +150,7 @@ def _read(file: Path) -> dict[str, Any]:
         return {}
     if not isinstance(tree, dict):
         raise ConfigError(f"{file} must hold a mapping of sections, holds {type(tree).__name__}")
-    return tree
+    return {name: section for name, section in tree.items() if section is not None}  # all of it commented out
 
 
 def _put(tree: dict[str, Any], path: str, value: object) -> None:

@@ -1,0 +1,54 @@
+"""What is measured: named workloads, shared by the benches. Fixed lengths, greedy, no early end."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+FIRST_ID = 3  # below it vocabularies keep special tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """Requests of one shape, in a closed loop: each client sends its next request when the last one ended.
+
+    Attributes:
+      seed: of the random prompt ids; no two prompts share a prefix.
+      concurrency: clients.
+      rounds: requests of each client.
+    """
+
+    name: str
+    seed: int
+    prompt_tokens: int
+    output_tokens: int
+    concurrency: int
+    rounds: int
+
+    @property
+    def requests(self) -> int:
+        return self.concurrency * self.rounds
+
+    @property
+    def shape(self) -> str:
+        return f"{self.requests} x ({self.prompt_tokens} + {self.output_tokens}) tokens, {self.concurrency} at once"
+
+    def prompts(self, vocab_size: int) -> list[list[int]]:
+        """One prompt for each request."""
+        draw = random.Random(self.seed)
+        return [[draw.randrange(FIRST_ID, vocab_size) for _ in range(self.prompt_tokens)] for _ in range(self.requests)]
+
+
+MODELS = ("demo", "demo-gemma")
+# The shape that other engines were measured with on the same machine.
+MODEL_WORKLOADS = (
+    Workload("c1", seed=1, prompt_tokens=128, output_tokens=64, concurrency=1, rounds=4),
+    Workload("c8", seed=8, prompt_tokens=128, output_tokens=64, concurrency=8, rounds=2),
+    Workload("c32", seed=32, prompt_tokens=128, output_tokens=64, concurrency=32, rounds=2),
+)
+# As many clients as slots, so that every step is full.
+HOST_WORKLOADS = (
+    Workload("slots64", seed=64, prompt_tokens=16, output_tokens=256, concurrency=64, rounds=4),
+    Workload("slots256", seed=256, prompt_tokens=16, output_tokens=256, concurrency=256, rounds=2),
+)
+QUICK = Workload("quick", seed=0, prompt_tokens=16, output_tokens=2, concurrency=2, rounds=1)

@@ -128,6 +128,11 @@ class PendingStep(Protocol):
 class Executor(Protocol):
     """Runs plans, in order. Called from the engine thread only."""
 
+    @property
+    def compilations_after_warmup(self) -> int:
+        """Programs compiled since warm-up ended; 0 unless something is wrong."""
+        ...
+
     def execute(self, plan: StepPlan) -> PendingStep:
         """Dispatches a plan and returns without waiting for the device."""
         ...

@@ -1,0 +1,361 @@
+"""The async face of the engine. Lives in one event loop; the engine lives in its own thread. Imports no jax."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from jetserve.config import SchedulerSettings
+from jetserve.engine.engine import EngineStatus, LoadedModel
+from jetserve.engine.scheduler import Update
+from jetserve.errors import (
+    DeadlineExceeded,
+    EngineFailed,
+    InvalidRequest,
+    Overloaded,
+    RequestAborted,
+    RequestError,
+    Unavailable,
+)
+from jetserve.metrics import FinishedReason, Metrics
+from jetserve.orchestrator.engine_thread import Abort, EngineThread, Listener, Load, Stop, Submit
+from jetserve.orchestrator.intake import Intake
+from jetserve.orchestrator.observer import Observer
+from jetserve.orchestrator.status import State, Status
+from jetserve.orchestrator.stream import Channel, RequestStream
+from jetserve.request import Request, SamplingParams
+
+log = logging.getLogger(__name__)
+
+# A step that hangs for so many times the step timeout will not come back: the process should be started anew.
+HANG_FACTOR = 5
+_LONG_PROMPT_CHARS = 1 << 14  # longer ones are tokenised beside the event loop
+_STOPPED = "the server stopped before the request was finished; send it again to another replica"
+_NO_STATUS = EngineStatus(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0.0, 0.0, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class _Signals:
+    """What coroutines wait for.
+
+    Attributes:
+      settled: loading is over, one way or the other.
+      quiet: no request is live.
+      stopped: the engine thread is at its end.
+    """
+
+    settled: asyncio.Event = field(default_factory=asyncio.Event)
+    quiet: asyncio.Event = field(default_factory=asyncio.Event)
+    stopped: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class Orchestrator:
+    """Takes requests in and hands their streams out.
+
+    Args:
+      load: makes the model, in the engine thread; reports its progress as (what, fraction from 0 to 1).
+      step_timeout_seconds: a step that takes longer is not ready; one that takes `HANG_FACTOR` times as long, not live.
+      on_failure: called in the event loop when loading or the engine failed.
+      clock: of deadlines and durations.
+    """
+
+    def __init__(
+        self,
+        load: Load,
+        settings: SchedulerSettings | None = None,
+        metrics: Metrics | None = None,
+        *,
+        step_timeout_seconds: float = 60.0,
+        on_failure: Callable[[BaseException], None] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._settings = settings or SchedulerSettings()
+        self._step_timeout_seconds = step_timeout_seconds
+        self._on_failure = on_failure
+        self._clock = clock
+        self._observer = Observer(metrics)
+        self._intake = Intake(self._settings)
+        self._channels: dict[str, Channel] = {}  # by request id; those that are not over
+        self._state = State.LOADING
+        self._progress = "starting"
+        self._model: LoadedModel | None = None
+        self._failure: BaseException | None = None
+        self._engine_status = _NO_STATUS
+        self._signals = _Signals()
+        listener = Listener(self._loading, self._loaded, self._stepped, self._failed, self._signals.stopped.set)
+        self._thread = EngineThread(load, listener, clock)
+
+    @property
+    def state(self) -> State:
+        return self._state
+
+    @property
+    def progress(self) -> str:
+        """What loading is at, in words."""
+        return self._progress
+
+    @property
+    def model(self) -> LoadedModel:
+        """Raises: Unavailable while there is none."""
+        if self._model is None:
+            raise Unavailable(self._explanation())
+        return self._model
+
+    @property
+    def is_live(self) -> bool:
+        """Whether the process is worth keeping."""
+        if self._state in (State.FAILED, State.STOPPED):
+            return False
+        return self._thread.step_age_seconds() <= HANG_FACTOR * self._step_timeout_seconds
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether a request sent now would be answered."""
+        return self._state is State.READY and self._thread.step_age_seconds() <= self._step_timeout_seconds
+
+    def status(self) -> Status:
+        """How things stand after the engine's last step."""
+        engine = self._engine_status
+        live = sum(channel.unfinished for channel in self._channels.values())
+        return Status(
+            state=self._state,
+            slots_used=engine.running,
+            slots_total=engine.slots_total,
+            pages_used=engine.pages_used,
+            pages_total=engine.pages_total,
+            running=engine.running,
+            waiting_requests=max(0, live - engine.running),  # the engine may not have seen the last ends
+            waiting_tokens=self._intake.unstarted_tokens,
+            generated_tokens=engine.generated_tokens,
+            preemptions=engine.preemptions,
+            compilations_after_warmup=engine.compilations_after_warmup,
+        )
+
+    async def start(self) -> None:
+        """Begins to load the model, and returns."""
+        self._signals.quiet.set()
+        self._thread.start(asyncio.get_running_loop())
+
+    async def wait_until_ready(self) -> None:
+        """Waits until the model is loaded.
+
+        Raises: what loading raised; Unavailable when it was stopped.
+        """
+        await self._signals.settled.wait()
+        if self._failure is not None:
+            raise self._failure
+        if self._model is None:
+            raise Unavailable(self._explanation())
+
+    async def submit(
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams,
+        *,
+        request_id: str | None = None,
+        timeout_seconds: float | None = None,
+        priority: int = 0,
+        add_special_tokens: bool = True,
+    ) -> RequestStream:
+        """Queues a request.
+
+        Args:
+          prompt: text, or token ids as they are.
+          timeout_seconds: until the request is given up; the configured default when None.
+          priority: lower runs first.
+          add_special_tokens: of text: whether the tokenizer puts its BOS in front.
+        Raises:
+          InvalidRequest: it cannot be served, or a live request has its id.
+          Overloaded: the queue is full.
+          Unavailable: loading, draining, stopped or failed.
+        """
+        model = self._serving_model()
+        self._require_room(params.n, 0)  # before any work is done for it
+        if isinstance(prompt, str):
+            prompt = await _encode(model, prompt, add_special_tokens=add_special_tokens)
+            model = self._serving_model()
+        request = Request.create(
+            prompt,
+            params,
+            model.limits,
+            request_id=request_id,
+            timeout_seconds=self._settings.default_timeout_seconds if timeout_seconds is None else timeout_seconds,
+            priority=priority,
+            now=self._clock(),
+        )
+        model.engine.require_fit(request)
+        if request.request_id in self._channels:
+            raise InvalidRequest(f"request_id {request.request_id!r} is running; choose another or wait for its end")
+        self._require_room(params.n, len(request.prompt_token_ids))
+        channel = Channel(request, model.tokenizer)
+        if request.deadline_seconds is not None:
+            left = request.deadline_seconds - self._clock()
+            channel.deadline = asyncio.get_running_loop().call_later(left, self._expire, channel)
+        self._intake.enter(request)
+        self._channels[request.request_id] = channel
+        self._signals.quiet.clear()
+        self._thread.put(Submit(request))
+        return RequestStream(channel, self._abandon)
+
+    def abort(self, request_id: str) -> bool:
+        """Ends a live request; its stream raises RequestAborted. False when there is none of that id."""
+        channel = self._channels.get(request_id)
+        if channel is None:
+            return False
+        self._end(channel, RequestAborted(f"request {request_id} was aborted"), "abort")
+        return True
+
+    async def drain(self, timeout_seconds: float) -> bool:
+        """Takes no more requests, and lets those that are here finish for so long. The rest ends with Unavailable.
+
+        Returns: whether all finished.
+        """
+        if self._state in (State.LOADING, State.READY):
+            self._state = State.DRAINING
+        try:
+            await asyncio.wait_for(self._signals.quiet.wait(), timeout_seconds)
+        except TimeoutError:
+            log.warning("drain timed out seconds=%.1f requests_left=%d", timeout_seconds, len(self._channels))
+        is_finished = not self._channels
+        self._end_all()
+        return is_finished
+
+    async def stop(self) -> None:
+        """Ends all requests and the engine thread. A thread that hangs is left behind, and dies with the process."""
+        self._end_all()
+        if self._state is not State.FAILED:
+            self._state = State.STOPPED
+        self._signals.settled.set()
+        self._thread.put(Stop())
+        if not self._thread.is_started:
+            return
+        try:
+            await asyncio.wait_for(self._signals.stopped.wait(), self._step_timeout_seconds)
+        except TimeoutError:
+            log.warning("engine thread did not stop seconds=%.1f", self._step_timeout_seconds)
+        else:
+            self._thread.join(timeout_seconds=1.0)  # it has said that it is at its end
+
+    def _serving_model(self) -> LoadedModel:
+        if self._state is not State.READY:
+            raise Unavailable(self._explanation())
+        return self.model
+
+    def _explanation(self) -> str:
+        """Why there is no service, for whoever asked for it."""
+        match self._state:
+            case State.LOADING:
+                return f"the model is loading ({self._progress}); try again when the server is ready"
+            case State.FAILED:
+                return f"the engine has failed ({_in_words(self._failure)}); the server must be restarted"
+            case _:
+                return f"the server is {self._state} and takes no more requests; send it to another replica"
+
+    def _require_room(self, samples: int, prompt_tokens: int) -> None:
+        free_slots = self._engine_status.slots_total - self._engine_status.running
+        try:
+            self._intake.require_room(free_slots, samples, prompt_tokens)
+        except Overloaded:
+            self._observer.rejected()
+            raise
+
+    def _expire(self, channel: Channel) -> None:
+        request = channel.request
+        waited = self._clock() - request.arrival_seconds
+        message = f"request {request.request_id} ran out of time after {waited:.3f} s; allow more or ask for less"
+        self._end(channel, DeadlineExceeded(message), "timeout")
+
+    def _abandon(self, channel: Channel, error: RequestError) -> None:
+        self._end(channel, error, "abort")
+
+    def _end_all(self) -> None:
+        for channel in list(self._channels.values()):
+            self._end(channel, Unavailable(_STOPPED), "abort")
+
+    def _end(self, channel: Channel, error: RequestError, reason: FinishedReason) -> None:
+        """Ends a live request from this side: the reader gets the error, the engine frees what it holds."""
+        if channel.is_done:
+            return
+        log.info("ended request_id=%s reason=%s: %s", channel.request.request_id, reason, error)
+        channel.fail(error)
+        self._thread.put(Abort(channel.request.request_id))
+        self._forget(channel, reason)
+
+    def _forget(self, channel: Channel, reason: FinishedReason) -> None:
+        del self._channels[channel.request.request_id]
+        self._intake.leave(channel.request, channel.unstarted)
+        if channel.deadline is not None:
+            channel.deadline.cancel()
+        if not self._channels:
+            self._signals.quiet.set()
+        self._observer.finished(channel, reason, self._clock())
+
+    def _loading(self, text: str, fraction: float) -> None:
+        self._progress = f"{text} {fraction:.0%}"
+
+    def _loaded(self, model: LoadedModel) -> None:
+        self._model = model
+        self._progress = "loaded"
+        if self._state is State.LOADING:
+            self._state = State.READY
+        self._signals.settled.set()
+
+    def _stepped(self, updates: list[Update], status: EngineStatus) -> None:
+        """Hands a step's tokens to their channels."""
+        self._engine_status = status
+        now = self._clock()
+        observer = self._observer
+        for update in updates:
+            sequence = update.sequence
+            channel = self._channels.get(sequence.request.request_id)
+            if channel is None or channel.request is not sequence.request:
+                continue  # ended from this side; the id may be another request's by now
+            if not update.token_ids:
+                self._start(channel, sequence.scheduled_seconds, now)
+                continue
+            sample = channel.samples[sequence.index]
+            if sample.finish_reason is not None:
+                continue  # ended by a stop string
+            observer.tokens(channel, sample, len(update.token_ids), now)
+            if channel.arrive(update):
+                self._thread.put(Abort(channel.request.request_id, sequence.index))
+            if not channel.unfinished:
+                assert sample.finish_reason is not None
+                self._forget(channel, sample.finish_reason.value)
+        observer.step(status)
+
+    def _start(self, channel: Channel, scheduled_seconds: float | None, now: float) -> None:
+        channel.unstarted -= 1
+        self._intake.start(channel.request, now)
+        if channel.scheduled_seconds is None:
+            channel.scheduled_seconds = scheduled_seconds
+
+    def _failed(self, error: BaseException) -> None:
+        log.error("engine failed: %s", _in_words(error), exc_info=error)
+        self._state = State.FAILED
+        self._failure = error
+        for channel in list(self._channels.values()):
+            channel.fail(EngineFailed(f"the engine failed while it ran the request: {_in_words(error)}"))
+            self._forget(channel, "error")
+        self._signals.settled.set()
+        if self._on_failure is not None:
+            self._on_failure(error)
+
+
+def _in_words(error: BaseException | None) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+async def _encode(model: LoadedModel, text: str, *, add_special_tokens: bool) -> list[int]:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise InvalidRequest(
+            f"the prompt holds half of a surrogate pair at character {error.start}; send valid Unicode"
+        ) from None
+    if len(text) < _LONG_PROMPT_CHARS:
+        return model.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+    return await asyncio.to_thread(model.tokenizer.encode, text, add_special_tokens=add_special_tokens)

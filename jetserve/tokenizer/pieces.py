@@ -2,8 +2,8 @@
 
 A text is the concatenated bytes of its ids, read as UTF-8, with one U+FFFD for each maximal invalid part (Unicode 15
 section 3.9, as Python and Rust do). Byte-level vocabularies decode so in the tokenizers library. For byte pieces such
-as <0x0A> the libraries agree as long as the bytes are valid UTF-8; where they are not, tokenizers replaces every byte of
-the whole run of byte pieces, which cannot be known before the run ends, and SentencePiece every bad byte.
+as <0x0A> the libraries agree as long as the bytes are valid UTF-8; where they are not, tokenizers replaces every byte
+of the whole run of byte pieces, which cannot be known before the run ends, and SentencePiece every bad byte.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ class Pieces:
     """The decoding half of a vocabulary.
 
     Attributes:
-      texts: bytes of every id, special ones by their name.
+      texts: bytes of every id, special ones by their name; None where ids have a gap.
       special: ids that skip_special_tokens leaves out.
       first: ids that lose a leading space at the start of a text, with their form there.
       start_ends: how long `first` holds.
     """
 
-    texts: Sequence[bytes]
+    texts: Sequence[bytes | None]
     special: frozenset[int] = frozenset()
     first: Mapping[int, bytes] = field(default_factory=dict)
     start_ends: StartEnds = StartEnds.AT_ONCE
@@ -85,8 +85,8 @@ class Pieces:
 
     @cached_property
     def _all(self) -> Mapping[int, bytes]:
-        return _Table(enumerate(self.texts))
+        return _Table((i, text) for i, text in enumerate(self.texts) if text is not None)
 
     @cached_property
     def _visible(self) -> Mapping[int, bytes]:
-        return _Table((i, text) for i, text in enumerate(self.texts) if i not in self.special)
+        return _Table((i, text) for i, text in self._all.items() if i not in self.special)

@@ -37,8 +37,8 @@ class TextStream:
 
     Args:
       params: `stop`, `include_stop` and `skip_special_tokens` are read.
-      stop_token_ids: ids that end the sequence. As the last id of all, such an id adds no text, even when special tokens
-        are shown; with `include_stop` it is an id like any other.
+      stop_token_ids: ids that end the sequence. As the last id of all, such an id adds no text, even when special
+        tokens are shown; with `include_stop` it is an id like any other.
     """
 
     def __init__(self, tokenizer: Tokenizer, params: SamplingParams, stop_token_ids: Collection[int]) -> None:

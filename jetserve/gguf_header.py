@@ -18,6 +18,7 @@ GgufValue = bool | int | float | str | list["GgufValue"]
 
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
+_METADATA_START = 24  # after magic and version (4 bytes each), tensor count and value count (8 each)
 _DEFAULT_ALIGNMENT = 32
 _STRING, _ARRAY = 8, 9
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
@@ -38,10 +39,11 @@ class TensorInfo(NamedTuple):
 
 
 class GgufHeader(NamedTuple):
-    """Metadata by key, tensors by name, both in the file's order."""
+    """Metadata by key, tensors by name, both in the file's order; where the metadata ends in the file."""
 
     metadata: dict[str, GgufValue]
     tensors: dict[str, TensorInfo]
+    metadata_end: int
 
 
 def read_header(path: Path) -> GgufHeader:
@@ -59,6 +61,18 @@ def read_header(path: Path) -> GgufHeader:
         raise CheckpointError(f"{path} ends inside its header; it is truncated or damaged, get it again") from error
 
 
+def copy_metadata(source: Path, target: Path) -> None:
+    """Writes a GGUF file with the metadata of `source`, vocabulary included, and no tensors.
+
+    Raises: CheckpointError when `source` is not a GGUF file; OSError when `target` cannot be written.
+    """
+    end = read_header(source).metadata_end
+    with source.open("rb") as file:
+        start = file.read(_METADATA_START)
+        no_tensors = struct.pack("<Q", 0)
+        target.write_bytes(start[:8] + no_tensors + start[16:] + file.read(end - _METADATA_START))
+
+
 def _parse(path: Path, data: mmap.mmap) -> GgufHeader:
     if data[:4] != _MAGIC:
         raise CheckpointError(f"{path} is not a GGUF file: it starts with {data[:4]!r}, not {_MAGIC!r}")
@@ -74,6 +88,7 @@ def _parse(path: Path, data: mmap.mmap) -> GgufHeader:
     for _ in range(value_count):
         key = cursor.text()
         metadata[key] = cursor.value(cursor.number("I"))
+    metadata_end = cursor.offset
     relative: dict[str, TensorInfo] = {}
     for _ in range(tensor_count):
         name = cursor.text()
@@ -85,7 +100,8 @@ def _parse(path: Path, data: mmap.mmap) -> GgufHeader:
     if not isinstance(alignment, int) or alignment < 1:
         raise CheckpointError(f"{path}: general.alignment is {alignment!r}, must be a positive number")
     start = -(-cursor.offset // alignment) * alignment
-    return GgufHeader(metadata, {name: t._replace(offset=start + t.offset) for name, t in relative.items()})
+    tensors = {name: t._replace(offset=start + t.offset) for name, t in relative.items()}
+    return GgufHeader(metadata, tensors, metadata_end)
 
 
 class _Cursor:

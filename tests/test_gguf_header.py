@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jetserve.errors import CheckpointError
-from jetserve.gguf_header import read_header
+from jetserve.gguf_header import copy_metadata, read_header
 
 
 @pytest.fixture
@@ -95,3 +95,11 @@ def test_counts_beyond_the_file_end_in_an_error_at_once(file: Path) -> None:
     file.write_bytes(data)
     with pytest.raises(CheckpointError):
         read_header(file)
+
+
+def test_a_copy_of_the_metadata_is_the_same_without_tensors(file: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "vocabulary.gguf"
+    copy_metadata(file, copy)
+    assert read_header(copy).metadata == read_header(file).metadata
+    assert read_header(copy).tensors == {}
+    assert list(gguf.GGUFReader(copy).tensors) == []

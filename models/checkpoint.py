@@ -158,7 +158,7 @@ class _Stack:
 def _stacked(sharding: Sharding) -> Sharding:
     if not isinstance(sharding, NamedSharding):
         return sharding
-    spec = PartitionSpec(None, *sharding.spec)  # type: ignore[no-untyped-call]
+    spec = PartitionSpec(None, *sharding.spec)
     return NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind)
 
 

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import ml_dtypes
 import numpy as np
-import orbax.checkpoint as ocp  # type: ignore[import-untyped]
+import orbax.checkpoint as ocp
 from numpy.typing import NDArray
 
 from jetserve import gguf_header

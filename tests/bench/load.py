@@ -59,6 +59,7 @@ async def _request(stream: Stream, prompt: list[int], expected: int, seen: Seen)
             seen.inter_token.extend([(now - last) / tokens] * tokens)
         else:
             seen.first_token.append(now - last)
+            seen.inter_token.extend([0.0] * (tokens - 1))
         last, got = now, got + tokens
     if got != expected:
         raise ValueError(f"a request brought {got} tokens, expected {expected}")

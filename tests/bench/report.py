@@ -6,6 +6,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -61,7 +62,10 @@ def show(console: Console, measurements: Sequence[Measurement]) -> None:
     """Prints the machine and a table per bench."""
     console.print(", ".join(f"{name} {value}" for name, value in machine().items()), highlight=False, soft_wrap=True)
     for bench in dict.fromkeys(measurement.bench for measurement in measurements):
-        table = Table("workload", "figure", "median", "p90", "p99", "unit", title=bench, title_justify="left")
+        table = Table("workload", "figure", title=bench, title_justify="left")
+        for name in ("median", "p90", "p99"):
+            table.add_column(name, justify="right")
+        table.add_column("unit")
         for measurement in measurements:
             if measurement.bench == bench:
                 _add(table, measurement)
@@ -69,12 +73,13 @@ def show(console: Console, measurements: Sequence[Measurement]) -> None:
 
 
 def _add(table: Table, measurement: Measurement) -> None:
-    name = f"{measurement.workload}\n{measurement.shape}"
-    for figure in measurement.figures:
+    said = [measurement.workload, *textwrap.wrap(measurement.shape, 34), *textwrap.wrap(measurement.bound, 34)]
+    for row, figure in enumerate(measurement.figures):
         numbers = [_text(number) for number in (figure.median, figure.p90, figure.p99)]
-        table.add_row(name, figure.name, *numbers, figure.unit)
-        name = ""
-    table.add_row("", f"bound: {measurement.bound}", end_section=True)
+        table.add_row(said[row] if row < len(said) else "", figure.name, *numbers, figure.unit)
+    for rest in said[len(measurement.figures) :]:
+        table.add_row(rest)
+    table.add_section()
 
 
 def _text(number: float | None) -> str:

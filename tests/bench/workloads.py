@@ -16,6 +16,7 @@ class Workload:
       seed: of the random prompt ids; no two prompts share a prefix.
       concurrency: clients.
       rounds: requests of each client.
+      step_seconds: what each step of the fake device takes, for the benches that have one.
     """
 
     name: str
@@ -24,6 +25,7 @@ class Workload:
     output_tokens: int
     concurrency: int
     rounds: int
+    step_seconds: float = 0.0
 
     @property
     def requests(self) -> int:
@@ -31,7 +33,10 @@ class Workload:
 
     @property
     def shape(self) -> str:
-        return f"{self.requests} x ({self.prompt_tokens} + {self.output_tokens}) tokens, {self.concurrency} at once"
+        pace = f", device step {self.step_seconds * 1e3:g} ms" if self.step_seconds else ""
+        return (
+            f"{self.requests} x ({self.prompt_tokens} + {self.output_tokens}) tokens, {self.concurrency} at once{pace}"
+        )
 
     def prompts(self, vocab_size: int) -> list[list[int]]:
         """One prompt for each request."""
@@ -46,9 +51,12 @@ MODEL_WORKLOADS = (
     Workload("c8", seed=8, prompt_tokens=128, output_tokens=64, concurrency=8, rounds=2),
     Workload("c32", seed=32, prompt_tokens=128, output_tokens=64, concurrency=32, rounds=2),
 )
-# As many clients as slots, so that every step is full.
+# As many clients as slots, so that every step is full. At zero cost the engine runs ahead of the streams, which then
+# send many tokens in one message; the paced ones are about a message per token, as with a real device.
 HOST_WORKLOADS = (
     Workload("slots64", seed=64, prompt_tokens=16, output_tokens=256, concurrency=64, rounds=4),
     Workload("slots256", seed=256, prompt_tokens=16, output_tokens=256, concurrency=256, rounds=2),
+    Workload("slots64-5ms", 64, prompt_tokens=16, output_tokens=256, concurrency=64, rounds=4, step_seconds=0.005),
+    Workload("slots256-10ms", 256, prompt_tokens=16, output_tokens=256, concurrency=256, rounds=2, step_seconds=0.01),
 )
 QUICK = Workload("quick", seed=0, prompt_tokens=16, output_tokens=2, concurrency=2, rounds=1)

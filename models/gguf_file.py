@@ -18,17 +18,17 @@ from jetserve.models.spec import Family, ModelConfig
 from jetserve.models.stored_tensors import StoredTensor, check_tensors, parameters
 
 _PLAIN = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}
-_QUANTISED = (
+QUANTISED_TYPES = (
     "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "TQ1_0", "TQ2_0", "MXFP4",
     "IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ4_NL", "IQ4_XS",
 )  # fmt: skip
-_READABLE = (*_PLAIN, *_QUANTISED)
+_READABLE = (*_PLAIN, *QUANTISED_TYPES)
 # Not weights: llama3 rope scaling (the configuration holds it) and a rope table of old files.
 _NOT_WEIGHTS = (gguf_config.ROPE_FREQUENCIES, "attn_rot_embd.weight")
 # Tables of "longrope" scaling, which would change every angle.
 _LONG_ROPE = ("rope_factors_long.weight", "rope_factors_short.weight")
 # Elements dequantised at a time: small enough for the cache. SmolLM2-135M takes 0.4 s so, 0.9 s row by row.
-_CHUNK_ELEMENTS = 1 << 18
+CHUNK_ELEMENTS = 1 << 18
 
 
 class GgufFile:
@@ -95,7 +95,7 @@ class GgufFile:
             rows = rows.reshape(heads, -1, 2, rows.shape[-1]).swapaxes(1, 2).reshape(rows.shape)
         if type_name in _PLAIN:
             return np.asarray(rows.view(_PLAIN[type_name]).reshape(info.shape))
-        return _dequantise(rows.reshape(-1), gguf.GGMLQuantizationType(info.type_id)).reshape(info.shape)
+        return dequantise(rows.reshape(-1), gguf.GGMLQuantizationType(info.type_id)).reshape(info.shape)
 
     def _check_within_file(self, name: str) -> None:
         info, size = self._header.tensors[name], self.path.stat().st_size
@@ -124,12 +124,12 @@ def _stored_bytes(info: TensorInfo) -> int:
     return int(np.prod(info.shape)) // block_elements * block_bytes
 
 
-def _dequantise(data: NDArray[np.uint8], quantisation: gguf.GGMLQuantizationType) -> NDArray[np.float32]:
+def dequantise(data: NDArray[np.uint8], quantisation: gguf.GGMLQuantizationType) -> NDArray[np.float32]:
     """Dequantises whole blocks: u8[bytes] -> f32[elements]."""
     block_elements, block_bytes = gguf.GGML_QUANT_SIZES[quantisation]
     blocks = data.reshape(-1, block_bytes)
     out = np.empty((blocks.shape[0], block_elements), np.float32)
-    step = max(1, _CHUNK_ELEMENTS // block_elements)
+    step = max(1, CHUNK_ELEMENTS // block_elements)
     for start in range(0, blocks.shape[0], step):
         part = blocks[start : start + step]
         # As one long row: the package works on groups of 16 rows.

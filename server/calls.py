@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Awaitable, Callable, Mapping
 from typing import NamedTuple, NoReturn
 
@@ -65,8 +66,9 @@ def time_left(context: Context, timeout_seconds: float | None) -> float | None:
     if remaining <= 0:
         raise DeadlineExceeded("the call's deadline passed before the request was queued")
     remaining = max(remaining - _DEADLINE_MARGIN_SECONDS, remaining / 2)
-    # Not min(): a timeout that is not a number has to be seen, and refused, by the request.
-    return timeout_seconds if timeout_seconds is not None and not timeout_seconds > remaining else remaining
+    if timeout_seconds is None or remaining < timeout_seconds < math.inf:
+        return remaining
+    return timeout_seconds  # where it is no time at all, the request says so
 
 
 def _guard_unary(name: str, call: Unary, max_message_bytes: int) -> Unary:

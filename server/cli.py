@@ -1,0 +1,311 @@
+"""The command line. Each command imports what it needs when it runs, so that `--help` is quick. Imports no jax.
+
+Exit codes: 0 done; 1 it could not be done; 2 the command or its settings are wrong. A failure we know is one line on
+stderr.
+"""
+
+from __future__ import annotations
+
+import enum
+import json
+import logging
+import sys
+from importlib.metadata import version as installed_version
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from jetserve.errors import ConfigError, InvalidRequest, JetserveError
+
+if TYPE_CHECKING:
+    from jetserve.config import Config
+    from jetserve.request import SamplingParams, Usage
+    from jetserve.server.client import Client
+
+app = typer.Typer(
+    name="jetserve",
+    help="Serve large language models on TPUs, and on CPU, over gRPC.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+_LOG_FORMAT = "%(asctime)s %(levelname)-7s %(name)s %(message)s"
+
+
+class DType(enum.StrEnum):
+    """`model.dtype`."""
+
+    AUTO = "auto"
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+
+
+class LogLevel(enum.StrEnum):
+    """`server.log_level`."""
+
+    DEBUG = "debug"
+    INFO = "info"
+    WARNING = "warning"
+    ERROR = "error"
+
+
+Model = Annotated[
+    str | None, typer.Option(help="demo, demo-gemma, a Hugging Face or Orbax folder, or a .gguf file. Default: demo.")
+]
+ConfigFile = Annotated[Path | None, typer.Option("--config", help="YAML file with settings.")]
+Settings = Annotated[
+    list[str] | None, typer.Option("--set", metavar="PATH=VALUE", help="One setting, as engine.slots=8. Repeatable.")
+]
+DTypeOption = Annotated[DType | None, typer.Option(help="Of weights and matmuls.")]
+MaxLength = Annotated[int | None, typer.Option(help="Tokens of prompt and answer together.")]
+Prompt = Annotated[str, typer.Option(help="The text to continue.")]
+MaxTokens = Annotated[int | None, typer.Option(help="Most tokens to generate. Default: what the context has left.")]
+Temperature = Annotated[float, typer.Option(help="0 is greedy.")]
+TopK = Annotated[int, typer.Option(help="0 keeps every token.")]
+TopP = Annotated[float, typer.Option(help="1 keeps every token.")]
+Seed = Annotated[int | None, typer.Option(help="Same seed, same tokens.")]
+Stop = Annotated[list[str] | None, typer.Option(help="Text that ends the answer. Repeatable.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+
+
+def main() -> None:
+    """The entry point."""
+    try:
+        app()
+    except JetserveError as error:
+        print(f"jetserve: {error}", file=sys.stderr)
+        sys.exit(2 if isinstance(error, ConfigError | InvalidRequest) else 1)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+@app.command()
+def serve(
+    model: Model = None,
+    config: ConfigFile = None,
+    settings: Settings = None,
+    host: Annotated[str | None, typer.Option(help="Address to listen on; 0.0.0.0 for all.")] = None,
+    grpc_port: Annotated[int | None, typer.Option(help="0 takes a free one. Default: 9000.")] = None,
+    http_port: Annotated[int | None, typer.Option(help="0 takes a free one. Default: 8000.")] = None,
+    served_name: Annotated[str | None, typer.Option(help="The name clients and metrics see.")] = None,
+    dtype: DTypeOption = None,
+    max_length: MaxLength = None,
+    slots: Annotated[int | None, typer.Option(help="Most sequences decoded together.")] = None,
+    strict_compile: Annotated[
+        bool | None, typer.Option("--strict-compile", help="A compilation after warm-up is an error.")
+    ] = None,
+    log_level: Annotated[LogLevel | None, typer.Option(help="What is logged to stderr.")] = None,
+) -> None:
+    """Serve a model over gRPC, with metrics and probes over HTTP, until SIGTERM or Ctrl-C."""
+    overrides: dict[str, object] = {
+        "server.host": host,
+        "server.grpc_port": grpc_port,
+        "server.http_port": http_port,
+        "server.log_level": log_level and log_level.value,
+        "model.served_name": served_name,
+        "engine.slots": slots,
+        "engine.strict_compile": strict_compile,
+    }
+    tree = _config(config, settings, overrides | _engine_overrides(model, dtype, max_length))
+    logging.basicConfig(level=tree.server.log_level.upper(), format=_LOG_FORMAT, stream=sys.stderr)
+
+    from jetserve.engine.engine import LoadedModel
+    from jetserve.orchestrator.engine_thread import ReportProgress
+    from jetserve.server import serving
+    from jetserve.server.progress import ProgressBar
+
+    bar = ProgressBar()
+
+    def load(report: ReportProgress) -> LoadedModel:
+        def both(stage: str, fraction: float) -> None:
+            bar.report(stage, fraction)
+            report(stage, fraction)
+
+        both("importing jax", 0.0)  # takes seconds, with the ports open
+
+        from jetserve.engine import loading
+
+        with bar:
+            return loading.load(tree, both)
+
+    sys.exit(serving.run(tree, load, lambda text: print(text, flush=True)))
+
+
+@app.command()
+def generate(
+    prompt: Prompt,
+    model: Model = None,
+    max_tokens: MaxTokens = None,
+    temperature: Temperature = 1.0,
+    top_k: TopK = 0,
+    top_p: TopP = 1.0,
+    seed: Seed = None,
+    stop: Stop = None,
+    as_json: AsJson = False,
+    config: ConfigFile = None,
+    settings: Settings = None,
+    dtype: DTypeOption = None,
+    max_length: MaxLength = None,
+) -> None:
+    """Load a model, continue one prompt and exit. For many prompts use the Python API or a server."""
+    from jetserve.request import SamplingParams
+
+    params = SamplingParams(
+        max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, stop=tuple(stop or ())
+    )
+    tree = _config(config, settings, _engine_overrides(model, dtype, max_length))
+    logging.basicConfig(level="WARNING", format=_LOG_FORMAT, stream=sys.stderr)
+
+    from jetserve.llm import LLM
+
+    with LLM.from_config(tree) as llm:
+        (completion,) = llm.generate([prompt], params)
+    if as_json:
+        _print_answer(
+            completion.text,
+            completion.token_ids,
+            completion.prompt_token_ids,
+            completion.finish_reason,
+            completion.usage,
+        )
+    else:
+        print(completion.text)
+
+
+@app.command()
+def client(
+    prompt: Annotated[str | None, typer.Argument(help="The text to continue.")] = None,
+    server: Annotated[str, typer.Option(help="host:port of the gRPC face.")] = "127.0.0.1:9000",
+    max_tokens: MaxTokens = None,
+    temperature: Temperature = 1.0,
+    top_k: TopK = 0,
+    top_p: TopP = 1.0,
+    seed: Seed = None,
+    stop: Stop = None,
+    as_json: AsJson = False,
+    status: Annotated[bool, typer.Option("--status", help="Show how the server is doing.")] = False,
+    model_info: Annotated[bool, typer.Option("--model-info", help="Show the server's model.")] = False,
+    wait: Annotated[float, typer.Option(metavar="SECONDS", help="Wait so long for the server to be ready.")] = 0.0,
+    timeout: Annotated[float | None, typer.Option(metavar="SECONDS", help="Give the request up after so long.")] = None,
+    root_certificates: Annotated[Path | None, typer.Option(help="PEM file; the connection is TLS.")] = None,
+) -> None:
+    """Send a prompt to a running server and print the answer as it comes, or ask how the server is doing."""
+    from jetserve.request import SamplingParams
+    from jetserve.server.client import Client
+
+    if prompt is None and not (status or model_info):
+        raise InvalidRequest("nothing to do: give a prompt, --status or --model-info")
+    params = SamplingParams(
+        max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, stop=tuple(stop or ())
+    )
+    with Client(server, root_certificates=root_certificates and _read(root_certificates)) as caller:
+        if wait:
+            caller.wait_until_ready(wait)
+        if status or model_info:
+            _print_server(caller, status=status, model_info=model_info)
+        if prompt is not None:
+            _print_stream(caller, prompt, params, timeout, as_json=as_json)
+
+
+@app.command()
+def convert(
+    source: Annotated[str, typer.Argument(help="A Hugging Face folder, a .gguf file, demo or demo-gemma.")],
+    out: Annotated[Path, typer.Argument(help="The folder to write: new, or empty.")],
+    dtype: Annotated[DType, typer.Option(help="What to store; auto keeps what is there.")] = DType.AUTO,
+) -> None:
+    """Write a model as an Orbax checkpoint, which loads straight to many chips."""
+    from jetserve.models import orbax_folder
+    from jetserve.models.checkpoint import open_checkpoint
+    from jetserve.server.progress import ProgressBar
+
+    with ProgressBar() as bar:
+        checkpoint = open_checkpoint(source, progress=bar.report_bytes(f"fetching {source}"))
+        orbax_folder.convert(
+            checkpoint,
+            out,
+            None if dtype is DType.AUTO else dtype.value,
+            progress=lambda done, total: bar.report(f"converting {source}", done / total),
+        )
+    print(out)
+
+
+@app.command()
+def fetch(name: Annotated[str, typer.Argument(help="demo or demo-gemma.")]) -> None:
+    """Download a demo model to the user's cache folder, once, and print where it is."""
+    from jetserve.models import demo
+    from jetserve.server.progress import ProgressBar
+
+    with ProgressBar() as bar:
+        path = demo.fetch(name, progress=bar.report_bytes(f"fetching {name}"))
+    print(path)
+
+
+@app.command()
+def version() -> None:
+    """Print the version."""
+    print(installed_version("jetserve"))
+
+
+def _config(file: Path | None, settings: list[str] | None, overrides: dict[str, object]) -> Config:
+    from jetserve.config import load
+
+    return load(file, settings or (), overrides)
+
+
+def _engine_overrides(model: str | None, dtype: DType | None, max_length: int | None) -> dict[str, object]:
+    return {"model.name": model, "model.dtype": dtype and dtype.value, "engine.max_length": max_length}
+
+
+def _print_server(caller: Client, *, status: bool, model_info: bool) -> None:
+    import dataclasses
+
+    answer = {}
+    if status:
+        answer |= dataclasses.asdict(caller.status())
+    if model_info:
+        answer |= dataclasses.asdict(caller.model_info())
+    print(json.dumps(answer, indent=2))
+
+
+def _print_stream(
+    caller: Client, prompt: str, params: SamplingParams, timeout_seconds: float | None, *, as_json: bool
+) -> None:
+    if as_json:
+        (answer,) = caller.generate(prompt, params, timeout_seconds=timeout_seconds)
+        _print_answer(answer.text, answer.token_ids, answer.prompt_token_ids, answer.finish_reason, answer.usage)
+        return
+    with caller.stream(prompt, params, timeout_seconds=timeout_seconds) as stream:
+        for delta in stream:
+            print(delta.text, end="", flush=True)
+    print()
+
+
+def _print_answer(
+    text: str,
+    token_ids: tuple[int, ...],
+    prompt_token_ids: tuple[int, ...],
+    finish_reason: str | None,
+    usage: Usage | None,
+) -> None:
+    """The one JSON object of `--json`."""
+    counts = usage and {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "cached_tokens": usage.cached_tokens,
+    }
+    answer = {
+        "text": text,
+        "token_ids": list(token_ids),
+        "prompt_token_ids": list(prompt_token_ids),
+        "finish_reason": finish_reason,
+        "usage": counts,
+    }
+    print(json.dumps(answer))
+
+
+def _read(file: Path) -> bytes:
+    try:
+        return file.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"cannot read {file}: {error.strerror}") from None

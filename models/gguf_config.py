@@ -76,7 +76,7 @@ def read_config(path: Path, header: GgufHeader, rope_divisors: NDArray[np.float3
 def _llama(keys: _Keys, header: GgufHeader, rope_divisors: NDArray[np.float32] | None) -> ModelConfig:
     if keys.whole("{arch}.expert_count", 0):
         raise CheckpointError(f"{keys.path} is a mixture of experts, which is not supported; use a dense model")
-    num_layers = keys.whole("{arch}.block_count")
+    num_layers = keys.size("{arch}.block_count")
     head_dim = _head_dim(keys)
     theta = keys.number("{arch}.rope.freq_base", 10_000.0)
     scaling = _scaling(keys)
@@ -88,12 +88,12 @@ def _llama(keys: _Keys, header: GgufHeader, rope_divisors: NDArray[np.float32] |
         family=Family.LLAMA,
         vocab_size=_vocab_size(keys.path, header),
         num_layers=num_layers,
-        embed_dim=keys.whole("{arch}.embedding_length"),
-        mlp_dim=keys.whole("{arch}.feed_forward_length"),
-        num_heads=keys.whole("{arch}.attention.head_count"),
+        embed_dim=keys.size("{arch}.embedding_length"),
+        mlp_dim=keys.size("{arch}.feed_forward_length"),
+        num_heads=keys.size("{arch}.attention.head_count"),
         num_kv_heads=_kv_heads(keys),
         head_dim=head_dim,
-        max_position=keys.whole("{arch}.context_length"),
+        max_position=keys.size("{arch}.context_length"),
         rms_norm_eps=keys.number("{arch}.attention.layer_norm_rms_epsilon"),
         rope_theta=theta,
         attention_scale=keys.number("{arch}.attention.scale", 0.0) or head_dim**-0.5,
@@ -109,19 +109,19 @@ def _llama(keys: _Keys, header: GgufHeader, rope_divisors: NDArray[np.float32] |
 
 
 def _gemma3(keys: _Keys, header: GgufHeader) -> ModelConfig:
-    num_layers, embed_dim = keys.whole("{arch}.block_count"), keys.whole("{arch}.embedding_length")
-    num_heads, head_dim = keys.whole("{arch}.attention.head_count"), _head_dim(keys)
+    num_layers, embed_dim = keys.size("{arch}.block_count"), keys.size("{arch}.embedding_length")
+    num_heads, head_dim = keys.size("{arch}.attention.head_count"), _head_dim(keys)
     query_scalar = embed_dim // num_heads if num_layers == _GEMMA3_27B_LAYERS else head_dim
     return ModelConfig(
         family=Family.GEMMA3,
         vocab_size=_vocab_size(keys.path, header),
         num_layers=num_layers,
         embed_dim=embed_dim,
-        mlp_dim=keys.whole("{arch}.feed_forward_length"),
+        mlp_dim=keys.size("{arch}.feed_forward_length"),
         num_heads=num_heads,
         num_kv_heads=_kv_heads(keys),
         head_dim=head_dim,
-        max_position=keys.whole("{arch}.context_length"),
+        max_position=keys.size("{arch}.context_length"),
         rms_norm_eps=keys.number("{arch}.attention.layer_norm_rms_epsilon"),
         rope_theta=keys.number("{arch}.rope.freq_base", 10_000.0),
         local_rope_theta=keys.number("{arch}.rope.freq_base_swa", _GEMMA3_LOCAL_THETA),
@@ -142,7 +142,7 @@ def _gemma3(keys: _Keys, header: GgufHeader) -> ModelConfig:
 
 
 def _head_dim(keys: _Keys) -> int:
-    shared = keys.whole("{arch}.embedding_length") // keys.whole("{arch}.attention.head_count")
+    shared = keys.size("{arch}.embedding_length") // keys.size("{arch}.attention.head_count")
     head_dim = keys.whole("{arch}.attention.key_length", shared)
     for key in ("{arch}.attention.value_length", "{arch}.rope.dimension_count"):
         if keys.whole(key, head_dim) != head_dim:
@@ -153,7 +153,7 @@ def _head_dim(keys: _Keys) -> int:
 
 
 def _kv_heads(keys: _Keys) -> int:
-    num_heads = keys.whole("{arch}.attention.head_count")
+    num_heads = keys.size("{arch}.attention.head_count")
     num_kv_heads = keys.whole("{arch}.attention.head_count_kv", num_heads)
     if not 0 < num_kv_heads <= num_heads or num_heads % num_kv_heads:
         raise CheckpointError(f"{keys.path}: {num_heads} query heads are not a multiple of {num_kv_heads} kv heads")
@@ -189,7 +189,7 @@ def _gemma3_windows(keys: _Keys, num_layers: int) -> tuple[int, ...]:
 def _scaling(keys: _Keys) -> RopeScaling | None:
     kind = keys.text("{arch}.rope.scaling.type", "linear")
     factor = keys.number("{arch}.rope.scaling.factor", 0.0) or keys.number("{arch}.rope.scale_linear", 0.0) or 1.0
-    original = keys.whole("{arch}.rope.scaling.original_context_length", keys.whole("{arch}.context_length"))
+    original = keys.whole("{arch}.rope.scaling.original_context_length", keys.size("{arch}.context_length"))
     if kind == "none" or (kind == "linear" and factor == 1.0):
         return None
     if kind == "linear":
@@ -255,6 +255,12 @@ class _Keys:
         value = self.get(key, default)
         if isinstance(value, bool) or not isinstance(value, int) or value < 0:
             raise self._error(key, value, "a whole number")
+        return value
+
+    def size(self, key: str) -> int:
+        value = self.whole(key)
+        if value < 1:
+            raise self._error(key, value, "a whole number of at least 1")
         return value
 
     def number(self, key: str, default: float | None = None) -> float:

@@ -103,10 +103,10 @@ class _Table:
 
     def scores(self) -> Sequence[float]:
         values = self._metadata.get(_PREFIX + "scores")
-        if not isinstance(values, list) or len(values) != len(self.texts):
-            count = len(values) if isinstance(values, list) else "no"
-            raise self.error("scores", f"has {count} entries for {len(self.texts)} tokens")
-        return [float(value) for value in values if isinstance(value, int | float)]
+        numbers = [value for value in values if isinstance(value, int | float)] if isinstance(values, list) else []
+        if len(numbers) != len(self.texts):
+            raise self.error("scores", f"has {len(numbers) or 'no'} numbers for {len(self.texts)} tokens")
+        return numbers
 
     def merges(self) -> list[tuple[str, str]]:
         pairs = []
@@ -193,7 +193,7 @@ def _make_bpe(table: _Table, rule: PreTokenizer, added: Mapping[int, AddedToken]
     try:
         model = models.BPE(vocab=table.ids, merges=table.merges(), ignore_merges=rule.ignores_merges)
     except Exception as error:  # the library raises nothing narrower
-        raise table.error("merges", f"cannot be used: {error}") from error
+        raise table.error("merges", f"cannot be used: {' '.join(str(error).split())}") from error
     tokenizer = tokenizers.Tokenizer(model)
     if rule.is_composed:
         tokenizer.normalizer = normalizers.NFC()
@@ -228,7 +228,8 @@ def _sentence_piece(table: _Table) -> Vocabulary:
     spaces = SpaceRule(
         adds_prefix=table.flag("add_space_prefix", True), removes_extra=table.flag("remove_extra_whitespaces", False)
     )
-    model = sentence_piece.build_model(map(ScoredPiece, table.texts, table.scores(), kinds), spaces)
+    texts = [_model_text(table, text, kind) for text, kind in zip(table.texts, kinds, strict=True)]
+    model = sentence_piece.build_model(map(ScoredPiece, texts, table.scores(), kinds), spaces)
     try:
         processor = sentence_piece.make_processor(model)
     except TokenizerError as error:
@@ -237,7 +238,13 @@ def _sentence_piece(table: _Table) -> Vocabulary:
     pieces = sentence_piece.read_pieces(processor, spaces)
     if unknown is not None:
         added[unknown] = AddedToken(table.texts[unknown], True)
-        texts = list(pieces.texts)
-        texts[unknown] = table.texts[unknown].encode()
-        pieces = Pieces(texts, pieces.special | {unknown}, pieces.first, pieces.start_ends)
+        named = list(pieces.texts)
+        named[unknown] = table.texts[unknown].encode()
+        pieces = Pieces(named, pieces.special | {unknown}, pieces.first, pieces.start_ends)
     return table.vocabulary(SentencePieceEncoder(processor, added), pieces, adds_bos=True, defaults=defaults)
+
+
+def _model_text(table: _Table, text: str, kind: PieceKind) -> str:
+    """A piece as the model file had it: converters write the spaces of user-defined pieces out."""
+    original = text.replace(" ", sentence_piece.SPACE)
+    return original if kind is PieceKind.USER_DEFINED and original not in table.ids else text

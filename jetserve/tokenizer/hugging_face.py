@@ -35,7 +35,9 @@ def load_hugging_face(file: Path) -> Vocabulary:
     try:
         tokenizer = tokenizers.Tokenizer.from_file(str(file))
     except Exception as error:  # the library raises nothing narrower
-        raise TokenizerError(f"cannot read {file} as a tokenizer.json: {error}; get it again") from error
+        raise TokenizerError(
+            f"cannot read {file} as a tokenizer.json: {' '.join(str(error).split())}; get it again"
+        ) from error
     # A file may carry the padding and cutting of its training; a prompt is neither padded nor cut.
     tokenizer.no_padding()
     tokenizer.no_truncation()

@@ -4,6 +4,7 @@ A text is the concatenated bytes of its ids, read as UTF-8, with one U+FFFD for 
 section 3.9, as Python and Rust do). Byte-level vocabularies decode so in the tokenizers library. For byte pieces such
 as <0x0A> the libraries agree as long as the bytes are valid UTF-8; where they are not, tokenizers replaces every byte
 of the whole run of byte pieces, which cannot be known before the run ends, and SentencePiece every bad byte.
+Ids that are left out do not come between bytes.
 """
 
 from __future__ import annotations

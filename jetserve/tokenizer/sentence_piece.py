@@ -17,7 +17,7 @@ from jetserve.tokenizer.pieces import Pieces, StartEnds
 from jetserve.tokenizer.settings import AddedToken, read_settings
 from jetserve.tokenizer.vocabulary import Vocabulary
 
-_SPACE = "▁"
+SPACE = "▁"
 _MAX_ADDED_GAP = 65536
 
 # Field numbers of sentencepiece_model.proto.
@@ -191,9 +191,9 @@ def read_pieces(processor: sentencepiece.SentencePieceProcessor, spaces: SpaceRu
             texts.append(piece.encode())
             special.add(token_id)
         else:
-            texts.append(piece.replace(_SPACE, " ").encode())
-            if takes_off and piece.startswith(_SPACE):
-                first[token_id] = piece[1:].replace(_SPACE, " ").encode()
+            texts.append(piece.replace(SPACE, " ").encode())
+            if takes_off and piece.startswith(SPACE):
+                first[token_id] = piece[1:].replace(SPACE, " ").encode()
     if not takes_off:
         return Pieces(texts, frozenset(special))
     ends = StartEnds.AFTER_TEXT if spaces.removes_extra else StartEnds.AFTER_SPACE

@@ -108,11 +108,11 @@ def load_weights(
     model: dict[str, Array] = {}
     done = 0
     for parameter in parameters(checkpoint.config):
-        placed = _placed(checkpoint, parameter, place)
+        # No name for what was placed: it would keep a layer alive beside the stack it was written to.
         if parameter.layer is None:
-            model[parameter.name] = placed
+            model[parameter.name] = _placed(checkpoint, parameter, place)
         else:
-            layers.put(parameter.name, parameter.layer, placed)
+            layers.put(parameter.name, parameter.layer, _placed(checkpoint, parameter, place))
         done += math.prod(parameter.spec.shape) * _PROGRESS_ITEM_BYTES
         if progress is not None:
             progress(done, total)

@@ -41,7 +41,6 @@ class ModelSettings(_Section):
 class MeshSettings(_Section):
     """How chips are laid out. Axis words as in sharding/."""
 
-    data: Positive = Field(1, description="groups of chips that each hold all weights and some of the slots")
     tensor: Positive = Field(1, description="chips that share each weight matrix and the KV heads")
 
 
@@ -137,6 +136,12 @@ def load(
         return Config.model_validate(tree)
     except pydantic.ValidationError as error:
         raise ConfigError("; ".join(_explain(item) for item in error.errors())) from None
+
+
+def path_of(name: str) -> str:
+    """The path of a setting given by its own name alone, as Python keywords are; a path stays what it is."""
+    found = [path for path in _paths(Config) if path.rpartition(".")[2] == name and "." in path]
+    return found[0] if len(found) == 1 else name
 
 
 def _read(file: Path) -> dict[str, Any]:

@@ -15,8 +15,6 @@ from numpy.typing import NDArray
 
 from jetserve.request import SamplingParams
 
-TRASH_PAGE = 0  # inactive rows and padding write here; never allocated
-
 
 class Admission(NamedTuple):
     """Initialises one slot. The row stays inactive until the chunk with `is_last` was prefilled.

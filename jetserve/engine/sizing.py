@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from jetserve.config import EngineSettings, SchedulerSettings
+from jetserve.errors import ConfigError
+
 
 @dataclass(frozen=True, slots=True)
 class Sizing:
@@ -40,3 +43,65 @@ class Sizing:
     @property
     def max_pool_tokens(self) -> int:
         return self.usable_pages * self.page_size
+
+
+def resolve(
+    engine: EngineSettings,
+    scheduler: SchedulerSettings,
+    *,
+    platform: str,
+    max_position: int,
+    page_bytes_per_token: int,
+    cache_bytes: int | None = None,
+) -> Sizing:
+    """Computes every size once.
+
+    Args:
+      platform: "tpu", "cpu" or "gpu"; decides the defaults.
+      max_position: the model's own limit of positions.
+      page_bytes_per_token: keys and values of one token in all layers, on all chips together.
+      cache_bytes: what the memory budget leaves for the cache; None where `engine.kv_bytes` decides.
+    Raises: ConfigError when sizes contradict each other.
+    """
+    on_tpu = platform == "tpu"
+    max_length = engine.max_length or min(max_position, 8192 if on_tpu else 2048)
+    if max_length > max_position:
+        raise ConfigError(f"engine.max_length={max_length} exceeds the model's {max_position} positions; lower it")
+    page_size = min(engine.page_size or (128 if on_tpu else 16), max_length)
+    slots = engine.slots
+    steps = tuple(sorted(set(engine.generate_steps)))
+    if steps[-1] > page_size:
+        raise ConfigError(
+            f"engine.generate_steps={steps[-1]} exceeds engine.page_size={page_size}; a block may cross one page border"
+        )
+    per_slot = -(-max_length // page_size)
+    wanted = slots * per_slot
+    budget = (cache_bytes or engine.kv_bytes) // (page_bytes_per_token * page_size)
+    usable = (engine.kv_pages - 1) if engine.kv_pages else min(wanted, budget)
+    if usable < 1:
+        raise ConfigError(
+            f"the KV pool has no page: {cache_bytes or engine.kv_bytes} bytes, {page_bytes_per_token * page_size} a page; "
+            f"raise engine.kv_bytes or engine.kv_pages, or lower engine.page_size"
+        )
+    prefill_sizes = tuple(sorted(set(engine.prefill_sizes)))
+    rows = set(engine.generate_rows or _default_rows(slots, on_tpu))
+    if max(rows) > slots:
+        raise ConfigError(f"engine.generate_rows={max(rows)} exceeds engine.slots={slots}; drop it or raise the slots")
+    return Sizing(
+        slots=slots,
+        max_length=max_length,
+        page_size=page_size,
+        pages=usable + 1,
+        prefill_sizes=prefill_sizes,
+        prefill_rows=engine.prefill_rows,
+        prefill_tokens=min(scheduler.prefill_tokens or prefill_sizes[-1], prefill_sizes[-1]),
+        generate_rows=tuple(sorted(rows | {slots})),
+        generate_steps=steps,
+    )
+
+
+def _default_rows(slots: int, on_tpu: bool) -> tuple[int, ...]:
+    """A TPU step costs about the same for a few rows or many; on CPU it grows with the rows."""
+    if on_tpu:
+        return (slots,)
+    return tuple(rows for rows in (2, 8, 32, 128, 512) if rows < slots)

@@ -1,0 +1,275 @@
+"""From a configuration to a model that can serve: weights, cache, compiled programs, warm-up."""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.sharding import Mesh, Sharding
+from numpy.typing import NDArray
+
+from jetserve.config import Config
+from jetserve.engine import programs, sampling, sizing, state, steps
+from jetserve.engine.compilations import COUNTER
+from jetserve.engine.engine import Engine, LoadedModel, ModelInfo
+from jetserve.engine.executor import DeviceExecutor
+from jetserve.engine.scheduler import Scheduler
+from jetserve.engine.sizing import Sizing
+from jetserve.errors import ConfigError
+from jetserve.kernels.attention import ScoreRule
+from jetserve.kernels.attention_xla import XLA
+from jetserve.kernels.sharded import over_heads
+from jetserve.models import checkpoint as checkpoints
+from jetserve.models import hugging_face, random_init
+from jetserve.models.spec import ModelConfig, ParamSpec
+from jetserve.models.transformer import Weights, param_specs
+from jetserve.request import ModelLimits
+from jetserve.sharding import chips
+from jetserve.sharding.mesh import make_mesh
+from jetserve.sharding.rules import HeadCounts, padded_vocab, place, replicated
+from jetserve.tokenizer import Tokenizer
+from jetserve.tokenizer.loading import load_tokenizer
+
+log = logging.getLogger(__name__)
+
+Report = Callable[[str, float], None]
+Leaf = TypeVar("Leaf")
+
+
+def load(config: Config, report: Report = lambda _what, _fraction: None) -> LoadedModel:
+    """Makes the configured model ready to serve; takes as long as reading weights and compiling takes.
+
+    Args:
+      report: called with (what is being done, fraction of it done).
+    Raises: ConfigError, CheckpointError, TokenizerError, FetchError.
+    """
+    use_compilation_cache(config.engine.compilation_cache)
+    source = _open(config, report)
+    report("reading the vocabulary", 0.0)
+    tokenizer = load_tokenizer(
+        Path(config.model.tokenizer).expanduser() if config.model.tokenizer else source.tokenizer
+    )
+    mesh = make_mesh(config.mesh.tensor)
+    form = _Form.of(config, source.config, mesh)
+    weights = source.weights(form, report)
+    executor_sizing = _resolve(config, form)
+    engine = _build(config, form, weights, executor_sizing, _vocab_limit(source.config, tokenizer), report)
+    return LoadedModel(
+        engine=engine,
+        tokenizer=tokenizer,
+        limits=_limits(source.config, tokenizer, executor_sizing),
+        name=config.model.served_name or source.config.name or config.model.name,
+        info=ModelInfo(
+            family=source.config.family.value,
+            parameters=sum(leaf.size for leaf in jax.tree.leaves(weights)),
+            dtype=form.dtype.name,
+            vocab_size=source.config.vocab_size,
+            max_length=executor_sizing.max_length,
+            devices=chips.describe(list(mesh.devices.flat)),
+        ),
+    )
+
+
+def use_compilation_cache(folder: str | None) -> None:
+    """Keeps compiled programs in a folder, so that the next start reads them. "auto" is in the user's cache folder.
+
+    Raises: ConfigError when the folder cannot be written (R04).
+    """
+    if folder is None:
+        return
+    path = Path.home() / ".cache" / "jetserve" / "compiled" if folder == "auto" else Path(folder).expanduser()
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        probe = path / ".writable"
+        probe.touch()
+        probe.unlink(missing_ok=True)
+    except OSError as error:
+        if folder != "auto":
+            raise ConfigError(
+                f"engine.compilation_cache={folder!r} cannot be written ({error.strerror}); name another folder or null"
+            ) from error
+        log.warning("no persistent compilation cache: %s cannot be written (%s)", path, error.strerror)
+        return
+    jax.config.update("jax_compilation_cache_dir", str(path))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+class _Form(NamedTuple):
+    """How a model is held on its chips."""
+
+    config: ModelConfig
+    mesh: Mesh
+    heads: HeadCounts
+    dtype: np.dtype[np.generic]
+    platform: str
+
+    @property
+    def is_stacked(self) -> bool:
+        """XLA:CPU loses its fast bfloat16 matmul on weights sliced out of a stack; elsewhere a stack compiles faster."""
+        return self.platform != "cpu"
+
+    @property
+    def cache_dtype(self) -> np.dtype[np.generic]:
+        """XLA:CPU updates a bfloat16 cache by converting all of it."""
+        return np.dtype(jnp.float32) if self.platform == "cpu" else self.dtype
+
+    @property
+    def cache_bytes_per_token(self) -> int:
+        c = self.config
+        return c.num_layers * self.heads.loaded_kv_heads * 2 * c.head_dim * self.cache_dtype.itemsize
+
+    def put(self, _name: str, spec: ParamSpec, values: NDArray[np.generic]) -> Array:
+        """`checkpoint.Place`"""
+        return place(np.asarray(values, self.dtype), spec.axes, self.mesh, self.heads)
+
+    @staticmethod
+    def of(config: Config, model: ModelConfig, mesh: Mesh) -> _Form:
+        platform = mesh.devices.flat[0].platform
+        name = config.model.dtype
+        if name == "auto":
+            name = "bfloat16" if chips.multiplies_bfloat16(platform) else "float32"
+        heads = HeadCounts.on(mesh, heads=model.num_heads, kv_heads=model.num_kv_heads, head_dim=model.head_dim)
+        return _Form(model, mesh, heads, np.dtype(getattr(jnp, name)), platform)
+
+
+class _Checkpoint(NamedTuple):
+    """Weights from files."""
+
+    files: checkpoints.Checkpoint
+
+    @property
+    def config(self) -> ModelConfig:
+        return self.files.config
+
+    @property
+    def tokenizer(self) -> Path:
+        return self.files.tokenizer_source()
+
+    def weights(self, form: _Form, report: Report) -> Weights[Array]:
+        return checkpoints.load_weights(
+            self.files,
+            form.put,
+            stacked=form.is_stacked,
+            progress=lambda done, total: report("loading weights", done / total),
+        )
+
+
+class _RandomWeights(NamedTuple):
+    """A Hugging Face folder of which only the configuration and the vocabulary are used."""
+
+    folder: Path
+    config: ModelConfig
+
+    @property
+    def tokenizer(self) -> Path:
+        return self.folder
+
+    def weights(self, form: _Form, report: Report) -> Weights[Array]:
+        report("drawing random weights", 0.0)
+        drawn = random_init.random_weights(form.config, jnp.float32, 0, form.is_stacked)
+        specs = param_specs(form.config, stacked=form.is_stacked)
+        placed: Weights[Array] = jax.tree.map(
+            lambda values, spec: form.put("", spec, np.asarray(values)),
+            drawn,
+            specs,
+            is_leaf=lambda node: isinstance(node, ParamSpec),
+        )
+        return placed
+
+
+def _open(config: Config, report: Report) -> _Checkpoint | _RandomWeights:
+    name = config.model.name
+    if not config.model.random_weights:
+        return _Checkpoint(
+            checkpoints.open_checkpoint(name, progress=lambda done, total: report(f"fetching {name}", done / total))
+        )
+    folder = Path(name).expanduser()
+    try:
+        text = (folder / "config.json").read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            f"model.random_weights needs model.name to be a folder with a config.json, got {name!r} ({error.strerror})"
+        ) from error
+    return _RandomWeights(folder, hugging_face.read_config(json.loads(text)))
+
+
+def _vocab_limit(model: ModelConfig, tokenizer: Tokenizer) -> int:
+    return min(model.vocab_size, tokenizer.vocab_size)
+
+
+def _limits(model: ModelConfig, tokenizer: Tokenizer, sizes: Sizing) -> ModelLimits:
+    return ModelLimits(
+        vocab_size=_vocab_limit(model, tokenizer),
+        max_length=sizes.max_length,
+        eos_token_ids=tuple(dict.fromkeys((*model.eos_token_ids, *tokenizer.eos_token_ids))),
+        max_prompt_tokens=sizes.max_length - 1,
+    )
+
+
+def _resolve(config: Config, form: _Form) -> Sizing:
+    limit = chips.memory_limit_bytes(form.mesh.devices.flat[0])
+    if limit is not None and config.engine.kv_pages is None:
+        raise ConfigError(
+            "engine.kv_pages must be set on this platform: the memory budget of TPU programs is not computed yet"
+        )
+    return sizing.resolve(
+        config.engine,
+        config.scheduler,
+        platform=form.platform,
+        max_position=form.config.max_position,
+        page_bytes_per_token=form.cache_bytes_per_token,
+    )
+
+
+def _build(
+    config: Config, form: _Form, weights: Weights[Array], sizes: Sizing, vocab_limit: int, report: Report
+) -> Engine:
+    """Compiles the program table, runs each program once and hands all to an executor."""
+    model, mesh = form.config, form.mesh
+    rule = steps.StepRule(
+        config=model,
+        attention=over_heads(XLA, mesh),
+        scores=ScoreRule(model.attention_scale, model.attention_softcap),
+        sample=sampling.SampleRule(vocab_limit, group=8 if form.platform == "tpu" else 2),
+    )
+    vocab_size = padded_vocab(model.vocab_size, mesh)
+    shape = programs.cache_shape(sizes, model.num_layers, form.heads.loaded_kv_heads, model.head_dim)
+    kv = jax.ShapeDtypeStruct(shape, form.cache_dtype, sharding=programs.cache_sharding(mesh))
+    abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), weights)
+    started = time.perf_counter()
+    hits = COUNTER.cache_hits
+    table = programs.compile_table(
+        list(programs.program_table(rule, sizes, mesh, abstract, kv, vocab_size)), sizes, report
+    )
+    log.info(
+        "compiled programs=%d cache_hits=%d seconds=%.1f",
+        1 + len(table.prefill) + len(table.generate),
+        COUNTER.cache_hits - hits,
+        time.perf_counter() - started,
+    )
+    executor = DeviceExecutor(
+        table,
+        sizes,
+        weights,
+        _zeros(functools.partial(state.initial, sizes, vocab_size), replicated(mesh)),
+        _zeros(functools.partial(jnp.zeros, shape, form.cache_dtype), programs.cache_sharding(mesh)),
+        strict=config.engine.strict_compile,
+    )
+    report("warming up", 0.0)
+    executor.warm_up()
+    return Engine(Scheduler(sizes), executor)
+
+
+def _zeros(make: Callable[[], Leaf], sharding: Sharding) -> Leaf:
+    """Builds arrays where they will live."""
+    return jax.jit(make, out_shardings=sharding)()

@@ -1,0 +1,134 @@
+"""The table of device programs. Warm-up compiles its rows, and the executor can call nothing else.
+
+One row per program and size. `compile_table` is the only place where jetserve compiles for serving, so "nothing compiles
+after warm-up" is a fact that `compilations.py` counts, not a hope.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jetserve.engine import state as states
+from jetserve.engine import steps
+from jetserve.engine.sizing import Sizing
+from jetserve.models.transformer import Weights
+from jetserve.sharding.rules import TENSOR, replicated
+
+Insert = Callable[[states.DecodeState, Array], states.DecodeState]
+Step = Callable[[Weights[Array], states.DecodeState, Array, Array], tuple[states.DecodeState, Array, steps.Sampled]]
+
+
+class Program(NamedTuple):
+    """One device program.
+
+    Attributes:
+      fn: pure; everything static is bound.
+      args: shapes and shardings of the arguments.
+      donate: indices of arguments that the results overwrite.
+      out_shardings: of the results; donated ones come back as they went in.
+    """
+
+    name: str
+    fn: Callable[..., object]
+    args: tuple[object, ...]
+    donate: tuple[int, ...]
+    out_shardings: object
+
+    def lower(self) -> jax.stages.Lowered:
+        jitted = jax.jit(self.fn, donate_argnums=self.donate, out_shardings=self.out_shardings)
+        return jitted.lower(*self.args)
+
+
+class CompiledTable(NamedTuple):
+    """What the executor may call: by tokens, and by (steps, rows)."""
+
+    insert: Insert
+    prefill: dict[int, Step]
+    generate: dict[tuple[int, int], Step]
+
+
+def cache_shape(sizing: Sizing, layers: int, kv_heads: int, head_dim: int) -> tuple[int, ...]:
+    """kv[L, P, K, 2, Z, H]"""
+    return layers, sizing.pages, kv_heads, 2, sizing.page_size, head_dim
+
+
+def cache_sharding(mesh: Mesh) -> NamedSharding:
+    """A head's keys and values stay on one chip."""
+    return NamedSharding(mesh, PartitionSpec(None, None, TENSOR))
+
+
+def program_table(
+    rule: steps.StepRule,
+    sizing: Sizing,
+    mesh: Mesh,
+    weights: Weights[jax.ShapeDtypeStruct],
+    kv: jax.ShapeDtypeStruct,
+    vocab_size: int,
+) -> Iterator[Program]:
+    """All rows, smallest first.
+
+    Args:
+      weights, kv: shapes with shardings, of arrays or of nothing yet.
+      vocab_size: V of the logits, padding included.
+    """
+    whole = replicated(mesh)
+    shapes = jax.eval_shape(lambda: states.initial(sizing, vocab_size))
+    state = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole), shapes)
+
+    def control(size: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((size,), jnp.int32, sharding=whole)
+
+    rows = sizing.prefill_rows
+    yield Program(
+        "insert",
+        functools.partial(steps.insert, rows=rows),
+        (state, control(states.insert_layout(rows).size)),
+        donate=(0,),
+        out_shardings=whole,
+    )
+    for tokens in sizing.prefill_sizes:
+        yield Program(
+            f"prefill[{tokens}]",
+            functools.partial(steps.prefill, rule=rule, tokens=tokens, rows=rows),
+            (weights, state, kv, control(steps.prefill_layout(tokens, rows, sizing.pages_per_slot).size)),
+            donate=(1, 2),
+            out_shardings=(whole, kv.sharding, whole),
+        )
+    for count in sizing.generate_steps:
+        for batch in sizing.generate_rows:
+            yield Program(
+                f"generate[{count}, {batch}]",
+                functools.partial(steps.generate, rule=rule, steps=count, rows=batch),
+                (weights, state, kv, control(steps.generate_layout(batch).size)),
+                donate=(1, 2),
+                out_shardings=(whole, kv.sharding, whole),
+            )
+
+
+def compile_table(table: list[Program], sizing: Sizing, report: Callable[[str, float], None]) -> CompiledTable:
+    """Compiles every row.
+
+    Args:
+      report: called with (program name, fraction of the rows done) before each.
+    """
+    compiled = {}
+    for index, program in enumerate(table):
+        report(f"compiling {program.name}", index / len(table))
+        compiled[program.name] = program.lower().compile()
+    report("compiled", 1.0)
+    return CompiledTable(
+        insert=compiled["insert"],
+        prefill={tokens: compiled[f"prefill[{tokens}]"] for tokens in sizing.prefill_sizes},
+        generate={
+            (count, batch): compiled[f"generate[{count}, {batch}]"]
+            for count in sizing.generate_steps
+            for batch in sizing.generate_rows
+        },
+    )

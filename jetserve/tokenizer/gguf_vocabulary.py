@@ -220,31 +220,33 @@ def _make_bpe(table: _Table, rule: PreTokenizer, added: Mapping[int, AddedToken]
 def _sentence_piece(table: _Table) -> Vocabulary:
     defaults = _SENTENCE_PIECE_DEFAULT_IDS
     unknown = table.token_id("unknown", defaults["unknown"])
-    # SentencePiece has exactly one unknown piece; converters call it control, or call several unknown.
-    kinds = [
-        PieceKind.UNKNOWN if index == unknown else PieceKind.CONTROL if kind is PieceKind.UNKNOWN else kind
-        for index, kind in enumerate(table.kinds)
-    ]
     spaces = SpaceRule(
         adds_prefix=table.flag("add_space_prefix", True), removes_extra=table.flag("remove_extra_whitespaces", False)
     )
-    texts = [_model_text(table, text, kind) for text, kind in zip(table.texts, kinds, strict=True)]
+    texts = [
+        _model_text(table, text) if kind is PieceKind.USER_DEFINED else text
+        for text, kind in zip(table.texts, table.kinds, strict=True)
+    ]
+    # SentencePiece has exactly one unknown piece; converters call it control, or call several unknown. Decoding shows
+    # it by its name or hides it, as Hugging Face does, like any control piece.
+    shown: list[PieceKind] = [PieceKind.CONTROL if kind is PieceKind.UNKNOWN else kind for kind in table.kinds]
+    if unknown is not None:
+        shown[unknown] = PieceKind.CONTROL
+    kinds = list(shown)
+    added = table.added
+    if unknown is not None:
+        kinds[unknown] = PieceKind.UNKNOWN
+        added[unknown] = AddedToken(table.texts[unknown], True)
     model = sentence_piece.build_model(map(ScoredPiece, texts, table.scores(), kinds), spaces)
     try:
         processor = sentence_piece.make_processor(model)
     except TokenizerError as error:
         raise table.error("tokens", f"cannot be used: {error}") from error
-    added = table.added
-    pieces = sentence_piece.read_pieces(processor, spaces)
-    if unknown is not None:
-        added[unknown] = AddedToken(table.texts[unknown], True)
-        named = list(pieces.texts)
-        named[unknown] = table.texts[unknown].encode()
-        pieces = Pieces(named, pieces.special | {unknown}, pieces.first, pieces.start_ends)
+    pieces = sentence_piece.read_pieces(texts, shown, spaces)
     return table.vocabulary(SentencePieceEncoder(processor, added), pieces, adds_bos=True, defaults=defaults)
 
 
-def _model_text(table: _Table, text: str, kind: PieceKind) -> str:
-    """A piece as the model file had it: converters write the spaces of user-defined pieces out."""
+def _model_text(table: _Table, text: str) -> str:
+    """A user-defined piece as the model file had it: converters write its spaces out."""
     original = text.replace(" ", sentence_piece.SPACE)
-    return original if kind is PieceKind.USER_DEFINED and original not in table.ids else text
+    return text if original in table.ids else original

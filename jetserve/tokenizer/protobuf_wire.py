@@ -11,6 +11,8 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 _VARINT, _FIXED64, _LENGTH, _FIXED32 = 0, 1, 2, 5
+_SHORT = tuple(bytes([value]) for value in range(0x80))  # most numbers are such, and vocabularies are large
+_FLOAT = struct.Struct("<f")
 
 
 class Field(NamedTuple):
@@ -54,7 +56,7 @@ def bytes_field(number: int, value: bytes) -> bytes:
 
 def float_field(number: int, value: float) -> bytes:
     """A 32-bit float."""
-    return _varint(number << 3 | _FIXED32) + struct.pack("<f", value)
+    return _varint(number << 3 | _FIXED32) + _FLOAT.pack(value)
 
 
 def message(fields: Iterable[bytes]) -> bytes:
@@ -63,6 +65,8 @@ def message(fields: Iterable[bytes]) -> bytes:
 
 
 def _varint(value: int) -> bytes:
+    if value < len(_SHORT):
+        return _SHORT[value]
     parts = bytearray()
     while value > 0x7F:
         parts.append(value & 0x7F | 0x80)

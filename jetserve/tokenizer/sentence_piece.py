@@ -91,22 +91,21 @@ def load_sentence_piece(file: Path) -> Vocabulary:
         spaces = read_space_rule(model)
     except (ValueError, TokenizerError) as error:
         raise TokenizerError(f"cannot read {file} as a SentencePiece model: {error}; get it again") from error
-    base_size = processor.get_piece_size()
-    added = {
-        token_id: AddedToken(processor.id_to_piece(token_id), True)
-        for token_id in range(base_size)
-        if processor.is_control(token_id) or processor.is_unknown(token_id)
-    } | dict(settings.added)
-    pieces = _with_added(read_pieces(processor, spaces), settings.added, base_size, file)
-    ids = {token.text: token_id for token_id, token in added.items()}
-    bos = processor.bos_id() if settings.bos is None else ids.get(settings.bos, processor.piece_to_id(settings.bos))
-    eos = processor.eos_id() if settings.eos is None else ids.get(settings.eos, processor.piece_to_id(settings.eos))
+    size = processor.get_piece_size()
+    texts = [processor.id_to_piece(token_id) for token_id in range(size)]
+    kinds = [_kind(processor, token_id) for token_id in range(size)]
+    named = (PieceKind.CONTROL, PieceKind.UNKNOWN)
+    added = {i: AddedToken(texts[i], True) for i, kind in enumerate(kinds) if kind in named} | dict(settings.added)
+    pieces = read_pieces(texts, kinds, spaces, processor.decode([processor.unk_id()]))
+    ids = {text: i for i, text in enumerate(texts)} | {token.text: i for i, token in added.items()}
+    bos = _named(settings.bos, processor.bos_id(), ids)
+    eos = _named(settings.eos, processor.eos_id(), ids)
     return Vocabulary(
         encoder=SentencePieceEncoder(processor, added),
-        pieces=pieces,
-        bos_token_id=bos if bos >= 0 else None,
-        eos_token_ids=(eos,) if eos >= 0 else (),
-        adds_bos=bos >= 0 if settings.adds_bos is None else settings.adds_bos,
+        pieces=_with_added(pieces, settings.added, size, file),
+        bos_token_id=bos,
+        eos_token_ids=() if eos is None else (eos,),
+        adds_bos=bos is not None and settings.adds_bos is not False,
         chat_template=settings.chat_template,
     )
 
@@ -128,16 +127,12 @@ def build_model(pieces: Iterable[ScoredPiece], spaces: SpaceRule) -> bytes:
     wire = protobuf_wire
     fields = []
     has_bytes = False
+    kind_fields = {kind: wire.number_field(_PIECE_KIND, kind) for kind in PieceKind}
     for piece in pieces:
         has_bytes = has_bytes or piece.kind is PieceKind.BYTE
-        fields.append(
-            wire.bytes_field(
-                _PIECE,
-                wire.bytes_field(_PIECE_TEXT, piece.text.encode())
-                + wire.float_field(_PIECE_SCORE, piece.score)
-                + wire.number_field(_PIECE_KIND, piece.kind),
-            )
-        )
+        text = wire.bytes_field(_PIECE_TEXT, piece.text.encode())
+        score = wire.float_field(_PIECE_SCORE, piece.score)
+        fields.append(wire.bytes_field(_PIECE, text + score + kind_fields[piece.kind]))
     trainer = wire.message(
         (
             wire.number_field(_MODEL_TYPE, _BPE),
@@ -174,30 +169,48 @@ def read_space_rule(model: bytes) -> SpaceRule:
     return rule
 
 
-def read_pieces(processor: sentencepiece.SentencePieceProcessor, spaces: SpaceRule) -> Pieces:
-    """The decoding table of a model: what `processor.decode` does, and control pieces by their name."""
-    texts: list[bytes | None] = []
+def read_pieces(texts: Iterable[str], kinds: Iterable[PieceKind], spaces: SpaceRule, unknown_text: str = "") -> Pieces:
+    """The decoding table of a model: what sentencepiece's decode does, and control pieces by their name.
+
+    Args:
+      unknown_text: what the unknown piece decodes to.
+    """
+    table: list[bytes | None] = []
     special: set[int] = set()
     first: dict[int, bytes] = {}
     takes_off = spaces.adds_prefix or spaces.removes_extra
-    for token_id in range(processor.get_piece_size()):
-        piece = processor.id_to_piece(token_id)
-        byte = byte_of(piece) if processor.is_byte(token_id) else None
-        if byte is not None:
-            texts.append(byte)
-        elif processor.is_unknown(token_id):
-            texts.append(processor.decode([token_id]).encode())
-        elif processor.is_control(token_id):
-            texts.append(piece.encode())
+    for token_id, (text, kind) in enumerate(zip(texts, kinds, strict=True)):
+        if kind is PieceKind.BYTE:
+            table.append(byte_of(text))
+        elif kind is PieceKind.UNKNOWN:
+            table.append(unknown_text.encode())
+        elif kind is PieceKind.CONTROL:
+            table.append(text.encode())
             special.add(token_id)
         else:
-            texts.append(piece.replace(SPACE, " ").encode())
-            if takes_off and piece.startswith(SPACE):
-                first[token_id] = piece[1:].replace(SPACE, " ").encode()
+            table.append(text.replace(SPACE, " ").encode())
+            if takes_off and text.startswith(SPACE):
+                first[token_id] = text[1:].replace(SPACE, " ").encode()
     if not takes_off:
-        return Pieces(texts, frozenset(special))
+        return Pieces(table, frozenset(special))
     ends = StartEnds.AFTER_TEXT if spaces.removes_extra else StartEnds.AFTER_SPACE
-    return Pieces(texts, frozenset(special), first, ends)
+    return Pieces(table, frozenset(special), first, ends)
+
+
+def _kind(processor: sentencepiece.SentencePieceProcessor, token_id: int) -> PieceKind:
+    """The kind of a piece as far as decoding goes."""
+    if processor.is_byte(token_id):
+        return PieceKind.BYTE
+    if processor.is_unknown(token_id):
+        return PieceKind.UNKNOWN
+    return PieceKind.CONTROL if processor.is_control(token_id) else PieceKind.NORMAL
+
+
+def _named(name: str | None, default: int, ids: Mapping[str, int]) -> int | None:
+    """The id of a framing token: as the files beside the model name it, else the model's own (-1 for none)."""
+    if name is not None:
+        return ids.get(name)
+    return default if default >= 0 else None
 
 
 def _with_added(pieces: Pieces, added: Mapping[int, AddedToken], base_size: int, file: Path) -> Pieces:

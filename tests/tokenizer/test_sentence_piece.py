@@ -118,3 +118,10 @@ def test_an_added_token_far_above_the_model_is_an_error(folder):
     (folder / "added_tokens.json").write_text(json.dumps({"<x>": 10**9}))
     with pytest.raises(TokenizerError, match=r"'<x>' has id 1000000000, too far above the \d+ ids"):
         load_tokenizer(folder)
+
+
+def test_a_bos_name_that_the_model_does_not_have_is_none(folder):
+    (folder / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<nowhere>"}))
+    ours = load_tokenizer(folder)
+    assert ours.bos_token_id is None
+    assert ours.encode("fox") == ours.encode("fox", add_special_tokens=False)

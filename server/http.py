@@ -64,6 +64,10 @@ class HttpServer:
         self._server.should_exit = True
         if self._task is not None:
             await self._task
+        self.close()
+
+    def close(self) -> None:
+        """Gives the port back."""
         self._socket.close()
 
 

@@ -53,7 +53,11 @@ class Server:
             on_failure=lambda _error: self.failed.set(),
         )
         self.http = HttpServer(application(self.orchestrator, self.metrics), config.server)
-        self.grpc = GrpcServer(self.orchestrator, config.server)
+        try:
+            self.grpc = GrpcServer(self.orchestrator, config.server)
+        except BaseException:
+            self.http.close()
+            raise
 
     async def start(self) -> None:
         """Opens both faces and begins to load."""

@@ -181,7 +181,8 @@ def _llama(keys: _Keys) -> ModelConfig:
     num_heads, embed_dim = keys.whole("num_attention_heads"), keys.whole("hidden_size")
     head_dim = keys.whole("head_dim", embed_dim // num_heads)
     num_layers = keys.whole("num_hidden_layers")
-    scaling = _scaling(keys, keys.rope_parameters(), stretched=False)
+    rope = keys.section("rope_parameters").joined(keys.section("rope_scaling"))
+    scaling = _scaling(keys, rope, stretched=False)
     return ModelConfig(
         family=Family.LLAMA,
         vocab_size=keys.whole("vocab_size"),
@@ -193,12 +194,12 @@ def _llama(keys: _Keys) -> ModelConfig:
         head_dim=head_dim,
         max_position=scaling.max_position,
         rms_norm_eps=keys.number("rms_norm_eps", 1e-6),
-        rope_theta=_theta(keys, keys.rope_parameters()),
+        rope_theta=_theta(keys, rope),
         attention_scale=head_dim**-0.5,
         windows=(0,) * num_layers,
         activation=_activation(keys, "hidden_act"),
         rope_scaling=scaling.scaling,
-        rotary_dim=_rotary_dim(keys, keys.rope_parameters(), head_dim),
+        rotary_dim=_rotary_dim(keys, rope, head_dim),
         tied_head=keys.flag("tie_word_embeddings"),
         attention_bias=keys.flag("attention_bias"),
         mlp_bias=keys.flag("mlp_bias"),
@@ -279,12 +280,13 @@ def _windows(keys: _Keys, num_layers: int) -> tuple[int, ...]:
 
 
 def _gemma3_ropes(keys: _Keys) -> tuple[_Keys, _Keys]:
-    """Rope parameters of the layers with full attention and of those with a window."""
-    both = keys.rope_parameters()
-    nested = [both.section(name) for name in ("full_attention", "sliding_attention")]
-    if all(part is None for part in nested):
-        return both, _Keys({}, {})
-    full, local = (part or _Keys({}, {}) for part in nested)
+    """Rope parameters of the layers with full attention and of those with a window.
+
+    Old files have one set, for full attention; new ones nest one per layer type; some carry both forms.
+    """
+    new, old = keys.section("rope_parameters"), keys.section("rope_scaling")
+    full = new.joined(new.section("full_attention")).joined(old).joined(old.section("full_attention"))
+    local = new.section("sliding_attention")
     if local.kind != "default":
         raise CheckpointError(
             f"config.json: rope_parameters.sliding_attention has rope_type {local.kind!r}; only default is supported"
@@ -355,7 +357,10 @@ def _scaling(keys: _Keys, rope: _Keys, *, stretched: bool) -> _Stretch:
 
 
 class _Keys:
-    """A mapping read with types. An absent or null key takes the default; without one it is an error."""
+    """A mapping read with types.
+
+    An absent key takes the default, and so does a null one unless null says "none of it"; without one it is an error.
+    """
 
     def __init__(self, values: Mapping[str, object], defaults: Mapping[str, object], file: str = "config.json") -> None:
         self._values = values
@@ -363,6 +368,7 @@ class _Keys:
         self._file = file
 
     def get(self, key: str) -> object:
+        """The value as it stands: null stays None."""
         return self._values[key] if key in self._values else self._defaults.get(key)
 
     def whole(self, key: str, default: int | None = None) -> int:
@@ -395,17 +401,22 @@ class _Keys:
                 raise self._error(key, value, "a token id or a list of them is needed")
         return tuple(ids)
 
-    def section(self, key: str) -> _Keys | None:
+    def section(self, key: str) -> _Keys:
+        """A mapping inside; empty when absent or null."""
         value = self.get(key)
         if value is None:
-            return None
+            value = {}
         if not isinstance(value, Mapping):
             raise self._error(key, value, "a mapping is needed")
         return _Keys(value, {}, self._file)
 
-    def rope_parameters(self) -> _Keys:
-        """The section on rope, under its old or its new name."""
-        return self.section("rope_scaling") or self.section("rope_parameters") or _Keys({}, {}, self._file)
+    def joined(self, other: _Keys) -> _Keys:
+        """Both; where they differ, the other's. Neither has defaults."""
+        mine = dict(self._values)
+        if other.get("type") or other.get("rope_type"):
+            mine.pop("rope_type", None)
+            mine.pop("type", None)
+        return _Keys(mine | dict(other._values), {}, self._file)
 
     @property
     def kind(self) -> str:
@@ -414,12 +425,10 @@ class _Keys:
         return str(kind)
 
     def _present(self, key: str, default: object) -> object:
-        value = self.get(key)
-        if value is None:
-            value = default
-        if value is None:
-            raise CheckpointError(f"{self._file} has no {key}; it is needed to build the model")
-        return value
+        for value in (self._values.get(key), self._defaults.get(key), default):
+            if value is not None:
+                return value
+        raise CheckpointError(f"{self._file} has no {key}; it is needed to build the model")
 
     def _error(self, key: str, value: object, need: str) -> CheckpointError:
         return CheckpointError(f"{self._file}: {key} is {value!r}; {need}")

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from jetserve.models import hugging_face, transformer
 from jetserve.models.random_init import random_weights
-from jetserve.models.spec import ModelConfig, parameter_table
+from jetserve.models.spec import ModelConfig, ParamSpec, parameter_table
 from jetserve.models.transformer import Attend, LayerInfo, Weights
 
 LLAMAS = [
@@ -44,6 +44,24 @@ GEMMAS = [
     "gemma3-untied-bias",
     "gemma3-window-only",
     "gemma3-default-pattern",
+]
+# Each takes a second or two to compile, so those that differ from another in numbers alone are among the slow tests.
+LIKE_ANOTHER = (
+    "llama-rope-default",
+    "llama-rope-llama3-factor16-tied",
+    "llama-rope-linear-new",
+    "llama-rope-yarn-attention-factor",
+    "gemma3-mha",
+    "gemma3-rope-parameters",
+    "gemma3-window-only",
+)
+OWN_LOOP = ("llama-biases", "gemma3-gqa2")
+BOTH_FORMS = [
+    pytest.param(name, False, id=f"{name}-unrolled", marks=[pytest.mark.slow] if name in LIKE_ANOTHER else [])
+    for name in LLAMAS + GEMMAS
+] + [
+    pytest.param(name, True, id=f"{name}-stacked", marks=[] if name in OWN_LOOP else [pytest.mark.slow])
+    for name in LLAMAS + GEMMAS
 ]
 LENGTH = 64
 Cache = tuple[Array, Array]
@@ -114,8 +132,7 @@ def test_every_golden_is_tested(tiny: ModuleType) -> None:
     assert sorted(tiny.CASES) == sorted(LLAMAS + GEMMAS)
 
 
-@pytest.mark.parametrize("stacked", [False, True], ids=["unrolled", "stacked"])
-@pytest.mark.parametrize("name", LLAMAS + GEMMAS)
+@pytest.mark.parametrize(("name", "stacked"), BOTH_FORMS)
 def test_logits_equal_transformers(
     tiny: ModuleType, golden_logits: dict[str, NDArray[np.float32]], name: str, stacked: bool
 ) -> None:
@@ -128,3 +145,174 @@ def test_logits_equal_transformers(
 
     expected = np.concatenate([golden_logits[f"{name}/prefill"], golden_logits[f"{name}/decode"]])
     np.testing.assert_allclose(logits, expected, rtol=0, atol=1e-4)
+
+
+TINY_GEMMA = hugging_face.read_config(
+    {
+        "model_type": "gemma3_text",
+        "vocab_size": 61,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "sliding_window": 4,
+        "sliding_window_pattern": 3,
+    }
+)
+TINY_LLAMA = hugging_face.read_config(
+    {
+        "model_type": "llama",
+        "vocab_size": 61,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
+)
+TOKENS = np.array([5, 60, 0, 17, 33, 8], np.int32)
+
+
+def spy(seen: list[LayerInfo]) -> Attend[Array]:
+    """Notes the layers it is called for; attends to nothing but the token itself and counts calls in the carry."""
+
+    def attend(layer: LayerInfo, q: Array, k: Array, v: Array, carry: Array) -> tuple[Array, Array]:
+        seen.append(layer)
+        return jnp.repeat(v, q.shape[1] // v.shape[1], axis=1), carry + 1
+
+    return attend
+
+
+def test_unrolled_layers_are_known_by_python_ints() -> None:
+    seen: list[LayerInfo] = []
+    weights = random_weights(TINY_GEMMA, jnp.float32, 0, stacked=False)
+
+    _, calls = transformer.forward(TINY_GEMMA, weights, TOKENS, np.arange(6), spy(seen), jnp.int32(0))
+
+    assert [(layer.index, layer.window) for layer in seen] == [(0, 4), (1, 4), (2, 0)]
+    assert calls == 3
+
+
+def test_stacked_layers_are_traced_once_and_equal_numbers_stay_python_ints() -> None:
+    """A model without windows must not pay for their mask because it is stacked."""
+    seen: list[LayerInfo] = []
+    weights = random_weights(TINY_LLAMA, jnp.float32, 0, stacked=True)
+
+    _, calls = transformer.forward(TINY_LLAMA, weights, TOKENS, np.arange(6), spy(seen), jnp.int32(0))
+
+    assert len(seen) == 1
+    assert seen[0].window == 0
+    assert isinstance(seen[0].window, int)
+    assert isinstance(seen[0].index, jax.core.Tracer)
+    assert calls == 2
+
+
+@pytest.mark.parametrize("config", [TINY_LLAMA, TINY_GEMMA], ids=["llama", "gemma3"])
+def test_kv_heads_repeated_in_the_weights_change_nothing(config: ModelConfig) -> None:
+    """What a mesh wider than the kv heads loads: each kv head twice."""
+    weights = random_weights(config, jnp.float32, 3, stacked=False)
+
+    def repeated(layer: dict[str, Array]) -> dict[str, Array]:
+        def twice(weight: Array) -> Array:
+            heads = weight.reshape(config.num_kv_heads, config.head_dim, -1)
+            return jnp.repeat(heads, 2, axis=0).reshape(-1, weight.shape[1])
+
+        return layer | {"k_proj": twice(layer["k_proj"]), "v_proj": twice(layer["v_proj"])}
+
+    wide = weights.replace(layers=tuple(repeated(layer) for layer in weights.layers))
+
+    np.testing.assert_allclose(run(config, wide, TOKENS, [6]), run(config, weights, TOKENS, [6]), rtol=0, atol=1e-5)
+
+
+def test_queries_are_rotated_but_not_scaled() -> None:
+    """At position 0 nothing turns, so a Llama's query is the plain projection of its normed input."""
+    weights = random_weights(TINY_LLAMA, jnp.float32, 0, stacked=False)
+    queries = []
+
+    def attend(layer: LayerInfo, q: Array, k: Array, v: Array, carry: None) -> tuple[Array, None]:
+        queries.append(np.asarray(q))
+        return jnp.zeros_like(q), carry
+
+    transformer.forward(TINY_LLAMA, weights, TOKENS[:1], np.zeros(1, np.int32), attend, None)
+
+    x = np.asarray(weights.model["embedding"])[TOKENS[0]]
+    normed = x / np.sqrt(np.mean(x * x) + 1e-6)
+    expected = np.asarray(weights.layers[0]["q_proj"]) @ normed
+    np.testing.assert_allclose(queries[0].reshape(-1), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_logits_cap_bounds_the_logits() -> None:
+    capped = dataclasses.replace(TINY_LLAMA, logits_softcap=0.5)
+    weights = random_weights(capped, jnp.float32, 0, stacked=False)
+    hidden = 10 * np.random.default_rng(0).normal(size=(3, 32)).astype(np.float32)
+
+    raw, squashed = (np.asarray(transformer.logits(config, weights, hidden)) for config in (TINY_LLAMA, capped))
+
+    np.testing.assert_allclose(squashed, 0.5 * np.tanh(raw / 0.5), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("config", [TINY_LLAMA, TINY_GEMMA], ids=["llama", "gemma3"])
+def test_bfloat16_is_near_float32_and_never_converts_a_whole_weight(config: ModelConfig) -> None:
+    """Only activations are cast: a converted weight is read twice and loses the fast matmul (tpu.md C1)."""
+    exact = random_weights(config, jnp.bfloat16, 1, stacked=False)
+    seen: list[LayerInfo] = []
+
+    def logits(weights: Weights[Array]) -> Array:
+        hidden, _ = transformer.forward(config, weights, TOKENS, np.arange(6), spy(seen), jnp.int32(0))
+        return transformer.logits(config, weights, hidden)
+
+    in_float32 = logits(jax.tree.map(lambda weight: weight.astype(jnp.float32), exact))
+    np.testing.assert_allclose(logits(exact), in_float32, rtol=0, atol=0.05)
+    assert logits(exact).dtype == jnp.float32
+    converted = [
+        equation.invars[0].aval.shape
+        for equation in jax.make_jaxpr(logits)(exact).jaxpr.eqns
+        if equation.primitive.name == "convert_element_type" and equation.invars[0].aval.dtype == jnp.bfloat16
+    ]
+    matrices = {weight.shape for weight in jax.tree.leaves(exact) if weight.ndim == 2}
+    assert not matrices & set(converted)
+
+
+@pytest.mark.parametrize("stacked", [False, True], ids=["unrolled", "stacked"])
+def test_no_implicit_promotion(stacked: bool) -> None:
+    with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
+        for config in (TINY_LLAMA, TINY_GEMMA):
+            weights = random_weights(config, jnp.bfloat16, 0, stacked=stacked)
+            tokens, positions = jnp.asarray(TOKENS), jnp.arange(6)
+            hidden, _ = transformer.forward(config, weights, tokens, positions, spy([]), jnp.int32(0))
+            assert transformer.logits(config, weights, hidden).shape == (6, 61)
+
+
+@pytest.mark.parametrize("stacked", [False, True], ids=["unrolled", "stacked"])
+def test_donated_cache_is_updated_in_place(stacked: bool) -> None:
+    """A cache of 24 MiB goes through all layers with far less than that in temporaries."""
+    weights = random_weights(TINY_GEMMA, jnp.float32, 0, stacked=stacked)
+
+    def attend(layer: LayerInfo, q: Array, k: Array, v: Array, cache: Array) -> tuple[Array, Array]:
+        cache = cache.at[layer.index, jnp.arange(6)].set(k)
+        return q + cache[layer.index, 3:4].repeat(2, axis=1), cache
+
+    def step(cache: Array) -> tuple[Array, Array]:
+        return transformer.forward(TINY_GEMMA, weights, TOKENS, np.arange(6), attend, cache)
+
+    cache = jax.ShapeDtypeStruct((3, 1 << 16, 2, 16), jnp.float32)
+    memory = jax.jit(step, donate_argnums=0).lower(cache).compile().memory_analysis()
+
+    assert memory.alias_size_in_bytes == 3 << 23
+    assert memory.temp_size_in_bytes < 1 << 20
+
+
+def test_specs_have_the_shapes_of_the_weights_in_both_forms() -> None:
+    for config in (TINY_LLAMA, TINY_GEMMA):
+        for stacked in (False, True):
+            specs = transformer.param_specs(config, stacked=stacked)
+            weights = random_weights(config, jnp.float32, 0, stacked=stacked)
+            shapes = jax.tree.map(lambda spec: spec.shape, specs, is_leaf=_is_spec)
+            assert shapes == jax.tree.map(lambda weight: weight.shape, weights)
+            assert all(len(spec.shape) == len(spec.axes) for spec in jax.tree.leaves(specs, is_leaf=_is_spec))
+
+
+def _is_spec(node: object) -> bool:
+    return isinstance(node, ParamSpec)

@@ -29,7 +29,7 @@ def _llama(**changes: object) -> dict[str, object]:
         "vocab_size": VOCAB,
         "hidden_size": 32,
         "intermediate_size": 48,
-        "num_hidden_layers": 3,
+        "num_hidden_layers": 2,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "max_position_embeddings": 64,
@@ -46,7 +46,7 @@ def _gemma(**changes: object) -> dict[str, object]:
         "vocab_size": VOCAB,
         "hidden_size": 32,
         "intermediate_size": 48,
-        "num_hidden_layers": 4,
+        "num_hidden_layers": 2,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "head_dim": 16,
@@ -129,7 +129,7 @@ CASES: dict[str, Case] = {
         _llama(rope_scaling={"rope_type": "yarn", "factor": 4.0, "attention_factor": 0.8})
     ),
     "llama-biases": Case(_llama(attention_bias=True, mlp_bias=True)),
-    "gemma3-gqa2": Case(_gemma()),
+    "gemma3-gqa2": Case(_gemma(num_hidden_layers=4)),
     "gemma3-mha": Case(_gemma(num_key_value_heads=4)),
     "gemma3-gqa4-linear": Case(_gemma(num_key_value_heads=1, rope_scaling={"rope_type": "linear", "factor": 8.0})),
     "gemma3-logits-softcap": Case(_gemma(final_logit_softcapping=2.0, query_pre_attn_scalar=40)),
@@ -153,7 +153,7 @@ CASES: dict[str, Case] = {
         )
     ),
     "gemma3-untied-bias": Case(_gemma(tie_word_embeddings=False, attention_bias=True)),
-    "gemma3-window-only": Case(_gemma(num_hidden_layers=2, sliding_window_pattern=6, sliding_window=2)),
+    "gemma3-window-only": Case(_gemma(sliding_window_pattern=6, sliding_window=2)),
     "gemma3-default-pattern": Case(_gemma(num_hidden_layers=7, sliding_window_pattern=None, sliding_window=5)),
 }
 

@@ -42,8 +42,8 @@ class Intake:
         tokens = self.unstarted_tokens + samples * prompt_tokens
         if self.unstarted and tokens > top_tokens:
             raise Overloaded(
-                f"{self.unstarted_tokens} prompt tokens are waiting and this request has {samples * prompt_tokens}, "
-                f"at most {top_tokens} may; try again later or raise scheduler.max_waiting_tokens",
+                f"{self.unstarted_tokens} prompt tokens are waiting, at most {top_tokens} may, and those of this "
+                f"request do not fit; try again later or raise scheduler.max_waiting_tokens",
                 self._retry_after(self.unstarted),
             )
 

@@ -173,7 +173,7 @@ class Orchestrator:
           Unavailable: loading, draining, stopped or failed.
         """
         model = self._serving_model()
-        self._require_room(params.n, 0)  # before any work is done for it
+        self._require_room(params.n, 1 if isinstance(prompt, str) else len(prompt))  # before any work is done for it
         if isinstance(prompt, str):
             prompt = await _encode(model, prompt, add_special_tokens=add_special_tokens)
             model = self._serving_model()

@@ -161,13 +161,10 @@ class Channel:
                 raise self._error
             if not self.unfinished:
                 raise StopAsyncIteration
-            if self._waiter is not None:
+            if self._waiter is not None and not self._waiter.done():
                 raise RuntimeError(f"{self.request.request_id} is read by two readers at once; give it one")
             self._waiter = asyncio.get_running_loop().create_future()
-            try:
-                await self._waiter
-            finally:
-                self._waiter = None
+            await self._waiter
         return self._ready.popleft().take()
 
     def _wake(self) -> None:

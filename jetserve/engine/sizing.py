@@ -84,7 +84,7 @@ def resolve(
             f"raise engine.kv_bytes or engine.kv_pages, or lower engine.page_size"
         )
     prefill_sizes = tuple(sorted(set(engine.prefill_sizes)))
-    rows = set(engine.generate_rows or _default_rows(slots, on_tpu))
+    rows = {slots, *(engine.generate_rows or _default_rows(slots, on_tpu))}
     if max(rows) > slots:
         raise ConfigError(f"engine.generate_rows={max(rows)} exceeds engine.slots={slots}; drop it or raise the slots")
     return Sizing(
@@ -95,7 +95,7 @@ def resolve(
         prefill_sizes=prefill_sizes,
         prefill_rows=engine.prefill_rows,
         prefill_tokens=min(scheduler.prefill_tokens or prefill_sizes[-1], prefill_sizes[-1]),
-        generate_rows=tuple(sorted(rows | {slots})),
+        generate_rows=tuple(sorted(rows)),
         generate_steps=steps,
     )
 

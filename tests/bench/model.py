@@ -45,7 +45,7 @@ def measure(
 ) -> list[Measurement]:
     """Serves `model` once and runs the workloads, each with the shapes that a server for it would have compiled."""
     longest = max(workload.prompt_tokens + workload.output_tokens for workload in workloads)
-    slots = max(workload.concurrency for workload in workloads)
+    slots = max(2, *(workload.concurrency for workload in workloads))
     own = [f"model.name={model}", f"engine.max_length={longest}", f"engine.slots={slots}"]
     tree = config.load(settings=[*own, "server.grpc_port=0", "server.http_port=0", *settings])
     seconds, dtype, runs = asyncio.run(_serve(tree, workloads, announce, through_grpc=through_grpc))

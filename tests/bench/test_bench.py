@@ -7,8 +7,10 @@ import json
 import subprocess
 import sys
 from collections.abc import AsyncIterator
+from functools import partial
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -88,9 +90,10 @@ def test_the_bare_loop_computes_what_the_model_does() -> None:
     tokens, steps = jnp.array([5, 9], jnp.int32), 6
     shape = (2, 16, TINY.num_kv_heads, TINY.head_dim)
     cache: bound.Cache = tuple((jnp.zeros(shape), jnp.zeros(shape)) for _ in range(TINY.num_layers))
+    step = jax.jit(partial(bound._step, TINY))
     rows = [np.asarray(tokens)]
     for position in range(steps):
-        tokens, cache = bound._step(TINY, weights, tokens, jnp.int32(position), cache)
+        tokens, cache = step(weights, tokens, position, cache)
         rows.append(np.asarray(tokens))
 
     for row, fed in enumerate(np.stack(rows, axis=1)):
@@ -99,20 +102,22 @@ def test_the_bare_loop_computes_what_the_model_does() -> None:
 
 def _greedy(weights: transformer.Weights, fed: np.ndarray) -> list[int]:
     """The next token after each position, by a whole forward pass with an explicit mask."""
-    length = len(fed)
+    ages = np.arange(len(fed))[:, None] - np.arange(len(fed))
 
     def attend(info, q, k, v, carry):
-        k, v = (np.repeat(np.asarray(x), 2, axis=1) for x in (k, v))
-        scores = np.einsum("tnh,snh->nts", np.asarray(q), k) * TINY.attention_scale
-        scores = TINY.attention_softcap * np.tanh(scores / TINY.attention_softcap)
-        ages = np.arange(length)[:, None] - np.arange(length)
+        k, v = (jnp.repeat(x, TINY.num_heads // TINY.num_kv_heads, axis=1) for x in (k, v))
+        scores = jnp.einsum("tnh,snh->nts", q, k) * TINY.attention_scale
+        scores = TINY.attention_softcap * jnp.tanh(scores / TINY.attention_softcap)
         seen = (ages >= 0) & ((ages < info.window) if info.window else True)
-        weights = np.exp(np.where(seen, scores, -np.inf))
-        return jnp.asarray(np.einsum("nts,snh->tnh", weights / weights.sum(-1, keepdims=True), v)), carry
+        weights = jnp.exp(jnp.where(seen, scores, -jnp.inf))
+        return jnp.einsum("nts,snh->tnh", weights / weights.sum(-1, keepdims=True), v), carry
 
-    positions = jnp.arange(length)
-    hidden, _ = transformer.forward(TINY, weights, jnp.asarray(fed), positions, attend, None)
-    return np.asarray(transformer.logits(TINY, weights, hidden)).argmax(-1).tolist()
+    @jax.jit
+    def run(tokens):
+        hidden, _ = transformer.forward(TINY, weights, tokens, jnp.arange(len(fed)), attend, None)
+        return transformer.logits(TINY, weights, hidden)
+
+    return np.asarray(run(jnp.asarray(fed))).argmax(-1).tolist()
 
 
 @pytest.mark.slow

@@ -50,7 +50,7 @@ class LLM:
     def __init__(
         self, model: str = "demo", dtype: str = "auto", *, progress: bool | None = None, **overrides: object
     ) -> None:
-        settings = {"model.name": model, "model.dtype": dtype}
+        settings: dict[str, object] = {"model.name": model, "model.dtype": dtype}
         settings |= {configs.path_of(name): value for name, value in overrides.items()}
         self._start(configs.load(overrides=settings), progress)
 

@@ -61,7 +61,8 @@ def replicated(mesh: Mesh) -> NamedSharding:
 
 def padded_vocab(vocab_size: int, mesh: Mesh) -> int:
     """Rows of the embedding so that every chip holds as many."""
-    return vocab_size + -vocab_size % mesh.shape[TENSOR]
+    chips: int = mesh.shape[TENSOR]
+    return vocab_size + -vocab_size % chips
 
 
 def place(values: NDArray[np.generic], axes: Sequence[str | None], mesh: Mesh, heads: HeadCounts) -> Array:
@@ -86,7 +87,8 @@ def place(values: NDArray[np.generic], axes: Sequence[str | None], mesh: Mesh, h
             )
     sharding = NamedSharding(mesh, partition(axes))
     if len(mesh.devices.flat) == 1:
-        return jax.device_put(values, sharding)
+        placed: Array = jax.device_put(values, sharding)
+        return placed
     return jax.make_array_from_callback(values.shape, sharding, lambda index: values[index])
 
 

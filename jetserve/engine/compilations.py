@@ -31,7 +31,7 @@ class CompilationCounter:
         jax.monitoring.register_event_duration_secs_listener(self._on_duration)
         jax.monitoring.register_event_listener(self._on_event)
 
-    def _on_duration(self, event: str, _seconds: float, **_: str | int) -> None:
+    def _on_duration(self, event: str, duration_secs: float, **_: str | int) -> None:  # noqa: ARG002 jax names it
         if event == _COMPILED:
             with self._lock:
                 self.compiled += 1

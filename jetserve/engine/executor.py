@@ -123,7 +123,7 @@ class DeviceExecutor:
         prefilled = {chunk.slot for chunk in plan.chunks}
         grants = [grant for grant in plan.grants if grant.slot not in prefilled]
         if grants:
-            fields["grants"][: len(grants)] = grants
+            fields["grants"][: len(grants)] = np.array(grants, np.int32)
         program = self._programs.generate[plan.generate.steps, rows]
         self._state, self._kv, sampled = program(self._weights, self._state, self._kv, vector)
         return sampled

@@ -115,7 +115,7 @@ class _Form(NamedTuple):
 
     @property
     def is_stacked(self) -> bool:
-        """XLA:CPU loses its fast bfloat16 matmul on weights sliced out of a stack; elsewhere a stack compiles faster."""
+        """XLA:CPU has no fast bfloat16 matmul on weights sliced out of a stack; elsewhere a stack compiles faster."""
         return self.platform != "cpu"
 
     @property
@@ -272,4 +272,5 @@ def _build(
 
 def _zeros(make: Callable[[], Leaf], sharding: Sharding) -> Leaf:
     """Builds arrays where they will live."""
-    return jax.jit(make, out_shardings=sharding)()
+    made: Leaf = jax.jit(make, out_shardings=sharding)()
+    return made

@@ -1,7 +1,7 @@
 """The table of device programs. Warm-up compiles its rows, and the executor can call nothing else.
 
-One row per program and size. `compile_table` is the only place where jetserve compiles for serving, so "nothing compiles
-after warm-up" is a fact that `compilations.py` counts, not a hope.
+One row per program and size. `compile_table` is the only place where jetserve compiles for serving, so "nothing
+compiles after warm-up" is a fact that `compilations.py` counts, not a hope.
 """
 
 from __future__ import annotations
@@ -12,8 +12,10 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from numpy.typing import NDArray
 
 from jetserve.engine import state as states
 from jetserve.engine import steps
@@ -21,8 +23,9 @@ from jetserve.engine.sizing import Sizing
 from jetserve.models.transformer import Weights
 from jetserve.sharding.rules import TENSOR, replicated
 
-Insert = Callable[[states.DecodeState, Array], states.DecodeState]
-Step = Callable[[Weights[Array], states.DecodeState, Array, Array], tuple[states.DecodeState, Array, steps.Sampled]]
+Control = NDArray[np.int32]
+Insert = Callable[[states.DecodeState, Control], states.DecodeState]
+Step = Callable[[Weights[Array], states.DecodeState, Array, Control], tuple[states.DecodeState, Array, steps.Sampled]]
 
 
 class Program(NamedTuple):

@@ -96,7 +96,8 @@ def sample(
         return tokens.at[jnp.where(is_member, at, NOWHERE)].set(_draw(scores, own, history.positions[at]), mode="drop")
 
     with jax.named_scope("draw"):
-        return lax.fori_loop(0, (count + group - 1) // group, draw, tokens)
+        drawn: Array = lax.fori_loop(0, (count + group - 1) // group, draw, tokens)
+    return drawn
 
 
 def logprobs(logits: Array, tokens: Array, wanted: Array, rule: SampleRule) -> Logprobs:
@@ -123,7 +124,8 @@ def logprobs(logits: Array, tokens: Array, wanted: Array, rule: SampleRule) -> L
         return Logprobs(jnp.zeros((batch,)), nothing.astype(jnp.int32), nothing)
 
     with jax.named_scope("logprobs"):
-        return lax.cond(jnp.any(wanted), compute, skip)
+        found: Logprobs = lax.cond(jnp.any(wanted), compute, skip)
+    return found
 
 
 def _argmax(logits: Array) -> Array:
@@ -181,7 +183,8 @@ def _draw_truncated(scaled: Array, rows: SamplingRows, u: Array) -> Array:
         falling, ids = lax.sort((-scaled, ids), num_keys=1, is_stable=True)
         return jnp.where(few.is_whole, few.token, _draw_sorted(-falling, ids, total, rows, u).token)
 
-    return lax.cond(jnp.all(few.is_whole | ~rows.is_truncated), lambda: few.token, from_sorted)
+    token: Array = lax.cond(jnp.all(few.is_whole | ~rows.is_truncated), lambda: few.token, from_sorted)
+    return token
 
 
 def _uniform(seed: Array, position: Array) -> Array:

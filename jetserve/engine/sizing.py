@@ -80,8 +80,9 @@ def resolve(
     usable = (engine.kv_pages - 1) if engine.kv_pages else min(wanted, budget)
     if usable < 1:
         raise ConfigError(
-            f"the KV pool has no page: {cache_bytes or engine.kv_bytes} bytes, {page_bytes_per_token * page_size} a page; "
-            f"raise engine.kv_bytes or engine.kv_pages, or lower engine.page_size"
+            f"the KV pool has no page: {cache_bytes or engine.kv_bytes} bytes, "
+            f"{page_bytes_per_token * page_size} a page; raise engine.kv_bytes or engine.kv_pages, "
+            f"or lower engine.page_size"
         )
     prefill_sizes = tuple(sorted(set(engine.prefill_sizes)))
     rows = {slots, *(engine.generate_rows or _default_rows(slots, on_tpu))}

@@ -60,7 +60,8 @@ class SamplingRows:
 
     def at(self, rows: Array) -> SamplingRows:
         """The rows with these indices."""
-        return jax.tree.map(lambda field: field[rows], self)
+        picked: SamplingRows = jax.tree.map(lambda field: field[rows], self)
+        return picked
 
 
 @flax.struct.dataclass

@@ -6,7 +6,7 @@ arguments, so that one function serves every size of the program table.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import flax.struct
 import jax
@@ -15,7 +15,7 @@ from jax import Array, lax
 
 from jetserve.engine import sampling
 from jetserve.engine.control import Field, Layout
-from jetserve.engine.state import NOWHERE, DecodeState, insert_layout, rows_where
+from jetserve.engine.state import NOWHERE, DecodeState, SamplingRows, insert_layout, rows_where
 from jetserve.engine.state import insert as insert_rows
 from jetserve.kernels.attention import Attention, DecodeRows, PackedRows, ScoreRule
 from jetserve.models import transformer
@@ -85,7 +85,7 @@ def prefill(
     packed = prefill_layout(tokens, rows, state.page_table.shape[1]).unpack(control)
     slot, starts, lengths = packed["slot"], packed["starts"], packed["lengths"]
     is_last = packed["is_last"] & (slot != NOWHERE)
-    state = state.replace(page_table=state.page_table.at[slot].set(packed["page_table"], mode="drop"))
+    state = replace(state, page_table=state.page_table.at[slot].set(packed["page_table"], mode="drop"))
     chunks = PackedRows(packed["page_table"], starts, lengths, packed["offsets"], packed["token_rows"])
     row = jnp.minimum(packed["token_rows"], rows - 1)
     positions = jnp.where(packed["token_rows"] < rows, starts[row] + jnp.arange(tokens) - packed["offsets"][row], 0)
@@ -108,12 +108,14 @@ def prefill(
         return Sampled(chosen, sampling.logprobs(logits, chosen, is_last & own.wants_logprobs, rule.sample))
 
     def sample_none() -> Sampled:
-        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(sample_rows))
+        nothing: Sampled = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(sample_rows))
+        return nothing
 
-    sampled = lax.cond(jnp.any(is_last), sample_rows, sample_none)
+    sampled: Sampled = lax.cond(jnp.any(is_last), sample_rows, sample_none)
     target = jnp.where(is_last, slot, NOWHERE)
     generated = state.generated[here] + 1
-    state = state.replace(
+    state = replace(
+        state,
         last_token=state.last_token.at[target].set(sampled.tokens, mode="drop"),
         length=state.length.at[target].set(end + 1, mode="drop"),
         generated=state.generated.at[target].set(generated, mode="drop"),
@@ -134,7 +136,8 @@ def generate(
     """
     told = generate_layout(rows).unpack(control)
     slot, index, page = told["grants"].T
-    state = state.replace(
+    state = replace(
+        state,
         page_table=state.page_table.at[slot, index].set(page, mode="drop"),
         active=state.active.at[:rows].set(state.active[:rows] & told["active"]),
     )
@@ -173,7 +176,8 @@ def _decode(
     )
     more = active.astype(jnp.int32)
     goes_on = _goes_on(chosen, generated + more, state.max_tokens[:rows], own)
-    state = state.replace(
+    state = replace(
+        state,
         last_token=state.last_token.at[:rows].set(jnp.where(active, chosen, state.last_token[:rows])),
         length=state.length.at[:rows].add(more),
         generated=state.generated.at[:rows].add(more),
@@ -182,7 +186,7 @@ def _decode(
     return _count_generated(state, jnp.arange(rows), chosen, active), kv, sampled
 
 
-def _goes_on(tokens: Array, generated: Array, max_tokens: Array, rows: sampling.SamplingRows) -> Array:
+def _goes_on(tokens: Array, generated: Array, max_tokens: Array, rows: SamplingRows) -> Array:
     """Whether rows go on after these tokens: neither an end token nor the last one allowed."""
     return ~jnp.any(tokens[:, None] == rows.stop_ids, axis=-1) & (generated < max_tokens)
 
@@ -196,7 +200,7 @@ def _count_generated(state: DecodeState, slots: Array, tokens: Array, valid: Arr
         row = order[index]
         return counts.at[here[row], tokens[row]].add(2)
 
-    return state.replace(counts=lax.fori_loop(0, count, add, state.counts))
+    return replace(state, counts=lax.fori_loop(0, count, add, state.counts))
 
 
 def _count_prompt(state: DecodeState, packed: dict[str, Array], positions: Array) -> DecodeState:
@@ -212,4 +216,4 @@ def _count_prompt(state: DecodeState, packed: dict[str, Array], positions: Array
         counts = counts.at[here[row], jnp.where(own & is_prompt, packed["tokens"], NOWHERE)].max(1, mode="drop")
         return counts.at[here[row], jnp.where(own & ~is_prompt, packed["tokens"], NOWHERE)].add(2, mode="drop")
 
-    return state.replace(counts=lax.fori_loop(0, count, add, state.counts))
+    return replace(state, counts=lax.fori_loop(0, count, add, state.counts))

@@ -103,7 +103,8 @@ def prefill(
 
     def attend_row(row: Array, out: Array) -> Array:
         tiles = (rows.lengths[row] + tile - 1) // tile
-        return lax.fori_loop(0, tiles, lambda index, out: attend_tile(row, index, out), out)
+        filled: Array = lax.fori_loop(0, tiles, lambda index, out: attend_tile(row, index, out), out)
+        return filled
 
     used = jnp.max(jnp.where(rows.lengths > 0, jnp.arange(rows.lengths.shape[0]) + 1, 0))
     out = lax.fori_loop(0, used, attend_row, jnp.zeros((tokens + tile, heads, head_dim), jnp.float32))

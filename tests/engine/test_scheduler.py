@@ -248,12 +248,13 @@ def test_waiting_goes_by_priority_then_arrival() -> None:
 def test_admission_keeps_one_page_for_each_running_row() -> None:
     s = scheduler(pages=5)  # four usable
     add = Feed(s)
-    add((1, 2), 9)  # takes one page now
+    add((1,), 9)  # takes one page now
     s.schedule(0)
     add((3, 4, 5, 6, 7, 8, 9), 2)  # two pages of three free ones, one is kept for the row: fits
     assert len(s.schedule(0).admissions) == 1
-    add((1,), 2)  # one page of one free, two rows run: waits
+    add((1,), 2)  # one page of one free, and one row runs: waits
     assert s.schedule(0).admissions == ()
+    assert s.pool.free_pages == 1
     assert s.waiting == 1
 
 

@@ -113,11 +113,11 @@ async def test_stop_string_ends_generation_although_nobody_reads(serve: Any, col
 
 async def test_stop_string_ends_its_own_sample_only(serve: Any, collect: Any) -> None:
     async with serve(next_token=lambda tokens, a: (tokens[-1] + 1 + a.seed % 4) % 128) as served:
-        stream = await served.submit("a", 6, n=2, seed=0, stop=("c",))
+        stream = await served.submit("a", 6, n=2, seed=0, stop=("b",))
         assert [stream.request.sample_seed(i) % 4 for i in range(2)] == [0, 1]
         deltas = await collect(stream)
-    assert joined(deltas, 0) == ("b", [98, 99], FinishReason.STOP)
-    assert joined(deltas, 1)[1:] == ([99], FinishReason.STOP)
+    assert joined(deltas, 0) == ("", [98], FinishReason.STOP)
+    assert joined(deltas, 1)[1:] == ([99, 101, 103, 105, 107, 109], FinishReason.LENGTH)
 
 
 async def test_logprobs_come_with_their_tokens(serve: Any, collect: Any) -> None:

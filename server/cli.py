@@ -109,6 +109,8 @@ def serve(
     }
     tree = _config(config, settings, overrides | _engine_overrides(model, dtype, max_length))
     logging.basicConfig(level=tree.server.log_level.upper(), format=_LOG_FORMAT, stream=sys.stderr)
+    for library in ("jax", "uvicorn", "asyncio"):  # what they say below a warning is not about serving
+        logging.getLogger(library).setLevel(max(logging.WARNING, logging.root.level))
 
     from jetserve.engine.engine import LoadedModel
     from jetserve.orchestrator.engine_thread import ReportProgress
@@ -199,7 +201,8 @@ def client(
     params = SamplingParams(
         max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, stop=tuple(stop or ())
     )
-    with Client(server, root_certificates=root_certificates and _read(root_certificates)) as caller:
+    trusted = None if root_certificates is None else _read(root_certificates)
+    with Client(server, root_certificates=trusted) as caller:
         if wait:
             caller.wait_until_ready(wait)
         if status or model_info:
@@ -260,7 +263,7 @@ def _engine_overrides(model: str | None, dtype: DType | None, max_length: int | 
 def _print_server(caller: Client, *, status: bool, model_info: bool) -> None:
     import dataclasses
 
-    answer = {}
+    answer: dict[str, object] = {}
     if status:
         answer |= dataclasses.asdict(caller.status())
     if model_info:

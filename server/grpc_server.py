@@ -37,6 +37,7 @@ class GrpcServer:
         self._health = health.aio.HealthServicer()
         self._watcher: asyncio.Task[None] | None = None
         self._is_closing = False
+        self._said_ready = False
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         for service in (inference.inference_service(orchestrator), jetstream.jetstream_service(orchestrator)):
             register(self._server, service, settings.max_message_bytes)
@@ -59,14 +60,17 @@ class GrpcServer:
             self._watcher.cancel()
         await self._server.stop(grace_seconds)
 
+    async def refresh_health(self) -> None:
+        """Says what the orchestrator is by now. Done by itself every `_WATCH_SECONDS`."""
+        is_ready = self._orchestrator.is_ready
+        if is_ready is not self._said_ready and not self._is_closing:
+            self._said_ready = is_ready
+            log.info("health serving=%s state=%s", is_ready, self._orchestrator.state)
+            await self._set_health(is_ready=is_ready)
+
     async def _watch(self) -> None:
-        was_ready = False
         while not self._is_closing:
-            is_ready = self._orchestrator.is_ready
-            if is_ready is not was_ready:
-                await self._set_health(is_ready=is_ready)
-                log.info("health serving=%s state=%s", is_ready, self._orchestrator.state)
-                was_ready = is_ready
+            await self.refresh_health()
             await asyncio.sleep(_WATCH_SECONDS)
 
     async def _set_health(self, *, is_ready: bool) -> None:

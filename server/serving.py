@@ -77,6 +77,7 @@ class Server:
         self.metrics.model_loaded(
             ModelRecord(sizing.page_size, sizing.usable_pages, sizing.slots, self._load_seconds, seconds)
         )
+        await self.grpc.refresh_health()
         gc.collect()
         gc.freeze()  # what was loaded stays: the collector need not walk it in the middle of a step
         return seconds
@@ -191,11 +192,11 @@ def _ready(config: Config, server: Server, seconds: float) -> str:
         return f"ready after {seconds:.1f} s"
     return (
         f"ready after {seconds:.1f} s; try\n"
-        f"  jetserve client --server {address} 'The capital of France is'\n"
+        f"  jetserve client --server {address} --max-tokens 16 'The capital of France is'\n"
         f'  grpcurl -plaintext -d \'{{"text": "The capital of France is", "params": {{"max_tokens": 16}}}}\' \\\n'
         f"    {address} jetserve.v1.Inference/Generate\n"
-        f"  python -c 'from jetserve.client import Client; "
-        f'print(Client("{address}").generate("The capital of France is")[0].text)\''
+        f"  python -c 'from jetserve.client import Client, SamplingParams as P; "
+        f'print(Client("{address}").generate("The capital of France is", P(max_tokens=16))[0].text)\''
     )
 
 

@@ -78,7 +78,7 @@ def test_mlp_gates_the_up_projection(activation: str, biased: bool) -> None:
     if biased:
         params |= {"gate_bias": drawn(6, seed=4), "up_bias": drawn(6, seed=5), "down_bias": drawn(4, seed=6)}
 
-    out = layers.mlp(jnp.asarray(x), {name: jnp.asarray(value) for name, value in params.items()}, activation)
+    out = jax.jit(layers.mlp, static_argnums=2)(x, params, activation)
 
     gate = x @ params["gate_proj"].T + params.get("gate_bias", 0)
     up = x @ params["up_proj"].T + params.get("up_bias", 0)

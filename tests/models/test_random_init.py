@@ -9,24 +9,24 @@ import numpy as np
 from jetserve.models import hugging_face
 from jetserve.models.random_init import abstract_weights, random_weights
 
+# All matrices are [64, 64]: one shape to compile.
 GEMMA = hugging_face.read_config(
     {
         "model_type": "gemma3_text",
-        "vocab_size": 500,
+        "vocab_size": 64,
         "hidden_size": 64,
-        "intermediate_size": 256,
+        "intermediate_size": 64,
         "num_hidden_layers": 2,
         "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 16,
         "tie_word_embeddings": False,
     }
 )
 
 
 def test_both_forms_hold_the_same_numbers() -> None:
-    unrolled = random_weights(GEMMA, jnp.float32, 0, stacked=False)
-    stacked = random_weights(GEMMA, jnp.float32, 0, stacked=True)
+    unrolled, stacked = (random_weights(GEMMA, jnp.float32, 0, stacked) for stacked in (False, True))
 
     for name, array in stacked.layers.items():
         np.testing.assert_array_equal(array, np.stack([layer[name] for layer in unrolled.layers]))
@@ -38,9 +38,9 @@ def test_matrices_are_normal_with_variance_one_over_in_and_norms_neutral() -> No
     weights = random_weights(GEMMA, jnp.float32, 0, stacked=False)
 
     down = np.asarray(weights.layers[0]["down_proj"])
-    assert abs(down.std() * 16 - 1) < 0.03
-    assert abs(down.mean()) < 0.002
-    np.testing.assert_array_equal(weights.layers[1]["q_norm"], np.zeros(32, np.float32))
+    assert abs(down.std() * 8 - 1) < 0.04
+    assert abs(down.mean() * 8) < 0.06
+    np.testing.assert_array_equal(weights.layers[1]["q_norm"], np.zeros(16, np.float32))
     np.testing.assert_array_equal(weights.model["final_norm"], np.zeros(64, np.float32))
 
 
@@ -55,8 +55,8 @@ def test_no_two_parameters_and_no_two_seeds_share_numbers() -> None:
 
 def test_abstract_weights_have_the_shapes_and_dtypes_of_random_ones() -> None:
     for stacked in (False, True):
-        abstract = abstract_weights(GEMMA, jnp.bfloat16, stacked)
-        real = random_weights(GEMMA, jnp.bfloat16, 0, stacked)
+        abstract = abstract_weights(GEMMA, jnp.float32, stacked)
+        real = random_weights(GEMMA, jnp.float32, 0, stacked)
 
         assert jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), abstract) == jax.tree.map(
             lambda leaf: (leaf.shape, leaf.dtype), real

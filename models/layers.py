@@ -78,28 +78,36 @@ def layer_loop(
     """Runs `body` once per layer, first to last, on the whole carry.
 
     A sequence of per-layer parameters is unrolled: on XLA:CPU bfloat16 weights sliced out of a stacked array lose the
-    fast matmul (4-5x). A mapping of stacked parameters [L, ...] runs as one loop: on TPU unrolling costs 20x the code.
-    The carry is never a scan's xs/ys, which would copy a KV cache in it.
+    fast matmul (4-5x). The body is traced once and called for each layer (30 layers: tracing and lowering a step took
+    8.1 s without, 1.0 s so); the compiler inlines the calls. A mapping of stacked parameters [L, ...] runs as one loop:
+    on TPU unrolling costs 20x the code. The carry is never a scan's xs/ys, which would copy a KV cache in it.
 
     Args:
-      data: one pytree of ints per layer. Unrolled they stay Python ints. In a loop an int that differs between layers
-        becomes a traced i32 scalar; one that is the same in all layers stays a Python int.
+      data: one pytree of ints per layer. An int that differs between layers becomes a traced i32 scalar; one that is
+        the same in all layers stays a Python int.
     """
-    if not isinstance(layers, Mapping):
-        for params, numbers in zip(layers, data, strict=True):
-            carry = body(params, numbers, carry)
-        return carry
     leaves = [jax.tree.leaves(numbers) for numbers in data]
     structure = jax.tree.structure(data[0])
     columns = [np.array(column, np.int32) for column in zip(*leaves, strict=True)]
+    varying = [column for column in columns if (column != column[0]).any()]
 
-    def at(layer: Array) -> tuple[Params, Data]:
+    def numbers(own: Sequence[Array]) -> Data:
+        """The data of one layer from its varying ints."""
+        rest = iter(own)
+        each = [next(rest) if (column != column[0]).any() else int(column[0]) for column in columns]
+        layer_data: Data = jax.tree.unflatten(structure, each)
+        return layer_data
+
+    if not isinstance(layers, Mapping):
+        once = jax.jit(lambda params, own, carry: body(params, numbers(own), carry))
+        for index, params in enumerate(layers):
+            carry = once(params, [column[index] for column in varying], carry)
+        return carry
+
+    def at(layer: Array, carry: Carry) -> Carry:
         params = {name: lax.dynamic_index_in_dim(stacked, layer, keepdims=False) for name, stacked in layers.items()}
-        numbers = [
-            int(column[0]) if (column == column[0]).all() else lax.dynamic_index_in_dim(column, layer, keepdims=False)
-            for column in columns
-        ]
-        return params, jax.tree.unflatten(structure, numbers)
+        own = [lax.dynamic_index_in_dim(column, layer, keepdims=False) for column in varying]
+        return body(params, numbers(own), carry)
 
-    final: Carry = lax.fori_loop(0, len(data), lambda layer, carry: body(*at(layer), carry), carry)
+    final: Carry = lax.fori_loop(0, len(data), at, carry)
     return final

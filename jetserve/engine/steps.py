@@ -86,15 +86,15 @@ def prefill(
     slot, starts, lengths = packed["slot"], packed["starts"], packed["lengths"]
     is_last = packed["is_last"] & (slot != NOWHERE)
     state = replace(state, page_table=state.page_table.at[slot].set(packed["page_table"], mode="drop"))
-    chunks = PackedRows(packed["page_table"], starts, lengths, packed["offsets"], packed["token_rows"])
-    row = jnp.minimum(packed["token_rows"], rows - 1)
-    positions = jnp.where(packed["token_rows"] < rows, starts[row] + jnp.arange(tokens) - packed["offsets"][row], 0)
+    chunks = PackedRows.create(
+        packed["page_table"], starts, lengths, packed["offsets"], packed["token_rows"], kv.shape[4]
+    )
 
     def attend(layer: LayerInfo, q: Array, k: Array, v: Array, kv: Array) -> tuple[Array, Array]:
         return rule.attention.prefill(q, k, v, kv, layer.index, layer.window, chunks, rule.scores)
 
-    hidden, kv = transformer.forward(rule.config, weights, packed["tokens"], positions, attend, kv)
-    state = _count_prompt(state, packed, positions)
+    hidden, kv = transformer.forward(rule.config, weights, packed["tokens"], chunks.positions, attend, kv)
+    state = _count_prompt(state, packed, chunks.positions)
     here = jnp.minimum(slot, state.active.shape[0] - 1)  # any slot will do for an unused row
     own = state.sampling.at(here)
     end = starts + lengths
@@ -159,7 +159,7 @@ def _decode(
 ) -> tuple[DecodeState, Array, Sampled]:
     """One token for each active row below `rows`."""
     active, length = state.active[:rows], state.length[:rows]
-    batch = DecodeRows(state.page_table[:rows], length - 1, active)
+    batch = DecodeRows.create(state.page_table[:rows], length - 1, active, kv.shape[4])
 
     def attend(layer: LayerInfo, q: Array, k: Array, v: Array, kv: Array) -> tuple[Array, Array]:
         return rule.attention.decode(q, k, v, kv, layer.index, layer.window, batch, rule.scores)

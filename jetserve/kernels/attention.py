@@ -18,7 +18,10 @@ from __future__ import annotations
 from typing import NamedTuple, Protocol
 
 import flax.struct
-from jax import Array
+import jax.numpy as jnp
+from jax import Array, lax
+
+from jetserve.kernels import TRASH_PAGE
 
 
 class ScoreRule(NamedTuple):
@@ -35,36 +38,58 @@ class ScoreRule(NamedTuple):
 
 @flax.struct.dataclass
 class DecodeRows:
-    """One new token for each row of the batch.
+    """One new token for each row of the batch. Made by `create`, once a step: all layers share it.
 
     Attributes:
       page_table: i32[B, M].
       positions: i32[B], where the new token is.
       active: bool[B]; an inactive row writes to the trash page and its result is zero.
+      pages, offsets: i32[B], the page of the new token and where in it.
     """
 
     page_table: Array
     positions: Array
     active: Array
+    pages: Array
+    offsets: Array
+
+    @staticmethod
+    def create(page_table: Array, positions: Array, active: Array, page_size: int) -> DecodeRows:
+        pages, offsets = _locate(page_table, positions, active, page_size)
+        return DecodeRows(page_table, positions, active, pages, offsets)
 
 
 @flax.struct.dataclass
 class PackedRows:
-    """Chunks of up to R prompts, one behind the other in T tokens.
+    """Chunks of up to R prompts, one behind the other in T tokens. Made by `create`, once a step.
 
     Attributes:
       page_table: i32[R, M].
       starts: i32[R], position of the chunk's first token in its sequence.
       lengths: i32[R], tokens in the chunk; 0 for an unused row.
       offsets: i32[R], where the chunk begins in [0, T).
-      token_rows: i32[T], the row of each token; R for padding.
+      positions: i32[T], of each token in its sequence; 0 for padding.
+      pages, page_offsets: i32[T], the page of each token and where in it.
     """
 
     page_table: Array
     starts: Array
     lengths: Array
     offsets: Array
-    token_rows: Array
+    positions: Array
+    pages: Array
+    page_offsets: Array
+
+    @staticmethod
+    def create(
+        page_table: Array, starts: Array, lengths: Array, offsets: Array, token_rows: Array, page_size: int
+    ) -> PackedRows:
+        """token_rows: i32[T], the row of each token; R for padding."""
+        is_real = token_rows < lengths.shape[0]
+        row = jnp.minimum(token_rows, lengths.shape[0] - 1)
+        positions = jnp.where(is_real, starts[row] + jnp.arange(token_rows.shape[0]) - offsets[row], 0)
+        pages, page_offsets = _locate(page_table[row], positions, is_real, page_size)
+        return PackedRows(page_table, starts, lengths, offsets, positions, pages, page_offsets)
 
 
 class DecodeAttention(Protocol):
@@ -104,3 +129,10 @@ class Attention(NamedTuple):
 
     decode: DecodeAttention
     prefill: PrefillAttention
+
+
+def _locate(page_table: Array, positions: Array, is_real: Array, page_size: int) -> tuple[Array, Array]:
+    """Page and offset of one position per row of the table; the trash page where it is not real."""
+    index = jnp.minimum(lax.div(positions, page_size), page_table.shape[1] - 1)
+    pages = jnp.take_along_axis(page_table, index[:, None], axis=1)[:, 0]
+    return jnp.where(is_real, pages, TRASH_PAGE), lax.rem(positions, page_size)

@@ -14,7 +14,6 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jetserve.kernels import TRASH_PAGE
 from jetserve.kernels.attention import Attention, DecodeRows, PackedRows, ScoreRule
 
 _BLOCK_TOKENS = 128  # cache positions per step of the online softmax
@@ -36,12 +35,12 @@ def decode(
     page_size = kv.shape[4]
     batch, heads, head_dim = q.shape
     kv_heads = k.shape[1]
-    kv = _write(kv, layer, k, v, _page_at(rows.page_table, rows.positions, page_size, rows.active), rows.positions)
+    kv = _write(kv, layer, k, v, rows.pages, rows.offsets)
     pages_per_block = max(1, _BLOCK_TOKENS // page_size)
     block = pages_per_block * page_size
     first = jnp.where(window > 0, jnp.maximum(rows.positions + 1 - window, 0), 0)  # [B], first position seen
-    first_block = first // block
-    trips = jnp.max(jnp.where(rows.active, rows.positions // block + 1 - first_block, 0), initial=0)
+    first_block = lax.div(first, block)
+    trips = jnp.max(jnp.where(rows.active, lax.div(rows.positions, block) + 1 - first_block, 0), initial=0)
     q_bkgh = (q * rule.scale).reshape(batch, kv_heads, heads // kv_heads, head_dim)
 
     def body(trip: Array, state: _Softmax) -> _Softmax:
@@ -70,7 +69,7 @@ def prefill(
     page_size = kv.shape[4]
     tokens, heads, head_dim = q.shape
     kv_heads = k.shape[1]
-    kv = _write_chunks(kv, layer, k, v, rows)
+    kv = _write(kv, layer, k, v, rows.pages, rows.page_offsets)
     tile = min(_TILE_TOKENS, tokens)
     pages_per_block = max(1, _BLOCK_TOKENS // page_size)
     block = pages_per_block * page_size
@@ -96,13 +95,13 @@ def prefill(
             return state.absorb(_scores(keys, q_kgh, rule, mask), values)
 
         state = _Softmax.empty((1, kv_heads), q_kgh.shape[2], head_dim)
-        state = lax.fori_loop(low[0] // block, last // block + 1, body, state)
+        state = lax.fori_loop(lax.div(low[0], block), lax.div(last, block) + 1, body, state)
         result = state.result().reshape(kv_heads, tile, -1, head_dim).swapaxes(0, 1).reshape(tile, heads, head_dim)
         before = lax.dynamic_slice_in_dim(out, at_packed, tile)
         return lax.dynamic_update_slice_in_dim(out, jnp.where(own[:, None, None], result, before), at_packed, axis=0)
 
     def attend_row(row: Array, out: Array) -> Array:
-        tiles = (rows.lengths[row] + tile - 1) // tile
+        tiles = lax.div(rows.lengths[row] + tile - 1, tile)
         filled: Array = lax.fori_loop(0, tiles, lambda index, out: attend_tile(row, index, out), out)
         return filled
 
@@ -176,21 +175,7 @@ def _block_pages(page_table: Array, block_index: Array, count: int) -> Array:
     return jnp.take_along_axis(page_table, jnp.minimum(at, page_table.shape[1] - 1), axis=1)
 
 
-def _page_at(page_table: Array, positions: Array, page_size: int, active: Array) -> Array:
-    index = jnp.minimum(positions // page_size, page_table.shape[1] - 1)
-    return jnp.where(active, jnp.take_along_axis(page_table, index[:, None], axis=1)[:, 0], TRASH_PAGE)
-
-
-def _write(kv: Array, layer: int | Array, k: Array, v: Array, pages: Array, positions: Array) -> Array:
-    """Writes k and v [B, K, H] at one position of a page each."""
+def _write(kv: Array, layer: int | Array, k: Array, v: Array, pages: Array, offsets: Array) -> Array:
+    """Writes k and v [B, K, H] at one offset of a page each."""
     new = jnp.stack([k, v], axis=2).astype(kv.dtype)  # [B, K, 2, H]
-    return kv.at[layer, pages, :, :, positions % kv.shape[4]].set(new)
-
-
-def _write_chunks(kv: Array, layer: int | Array, k: Array, v: Array, rows: PackedRows) -> Array:
-    count = rows.lengths.shape[0]
-    is_real = rows.token_rows < count
-    row = jnp.minimum(rows.token_rows, count - 1)
-    positions = jnp.where(is_real, rows.starts[row] + jnp.arange(k.shape[0]) - rows.offsets[row], 0)
-    pages = _page_at(rows.page_table[row], positions, kv.shape[4], is_real)
-    return _write(kv, layer, k, v, pages, positions)
+    return kv.at[layer, pages, :, :, offsets].set(new)

@@ -80,7 +80,9 @@ def test_decode_equals_float64(
     active = np.array([True] * len(lengths))
     active[4] = False
     rule = ScoreRule(scale=0.3, softcap=softcap)
-    rows = DecodeRows(jnp.asarray(cache.page_table), jnp.asarray(lengths, jnp.int32), jnp.asarray(active))
+    rows = DecodeRows.create(
+        jnp.asarray(cache.page_table), jnp.asarray(lengths, jnp.int32), jnp.asarray(active), page_size
+    )
 
     out, pool = jax.jit(attention.decode, static_argnums=(7,))(q, k, v, cache.pool, LAYER, window, rows, rule)
 
@@ -130,7 +132,7 @@ def test_prefill_equals_float64(
     token_rows = np.full(tokens, len(chunks), np.int32)
     for row, (_, length) in enumerate(chunks):
         token_rows[offsets[row] : offsets[row] + length] = row
-    rows = PackedRows(
+    rows = PackedRows.create(
         *(
             jnp.asarray(part, jnp.int32)
             for part in (
@@ -140,7 +142,8 @@ def test_prefill_equals_float64(
                 offsets[:-1],
                 token_rows,
             )
-        )
+        ),
+        page_size,
     )
     rule = ScoreRule(scale=0.25)
 
@@ -161,14 +164,17 @@ def test_window_of_three_sees_exactly_three_positions(attention: Attention) -> N
     cache = Cache([0], kv_heads=1, head_dim=length, page_size=4, table=2, seed=0)
     one_hot = np.eye(length, dtype=np.float32)[:, None]
     zeros = np.zeros((length, 1, length), np.float32)
-    rows = PackedRows(
+    rows = PackedRows.create(
         jnp.asarray(cache.page_table),
         *(jnp.asarray(part, jnp.int32) for part in ([0], [length], [0], [0] * length)),
+        page_size=4,
     )
     out, pool = attention.prefill(zeros, zeros, one_hot, jnp.asarray(cache.pool), LAYER, window, rows, ScoreRule(1.0))
     for query in range(length):
         seen = set(np.flatnonzero(np.asarray(out[query, 0])))
         assert seen == set(range(max(0, query - 2), query + 1))
-    step = DecodeRows(jnp.asarray(cache.page_table), jnp.asarray([length - 1], jnp.int32), jnp.asarray([True]))
+    step = DecodeRows.create(
+        jnp.asarray(cache.page_table), jnp.asarray([length - 1], jnp.int32), jnp.asarray([True]), 4
+    )
     last, _ = attention.decode(zeros[:1], zeros[:1], one_hot[-1:], pool, LAYER, window, step, ScoreRule(1.0))
     np.testing.assert_allclose(last[0], out[-1], atol=1e-6)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import tempfile
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated
 
@@ -21,7 +24,7 @@ def main(
     only: Annotated[list[str] | None, typer.Option(help="names of workloads; may be repeated")] = None,
     grpc: Annotated[bool, typer.Option("--grpc", help="the model bench goes through gRPC too")] = False,
     settings: Annotated[list[str] | None, typer.Option("--set", help="path=value, as for jetserve serve")] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="a few tokens of each: does it run at all")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="a few tokens of each, of a tiny model: does it run")] = False,
     json: Annotated[Path | None, typer.Option(help="write everything to this file")] = None,
 ) -> None:
     """Measures the host path over a fake device, and the demo models next to a bare jitted loop."""
@@ -32,7 +35,8 @@ def main(
     if unknown := set(chosen) - set(BENCHES):
         raise typer.BadParameter(f"there is no bench {sorted(unknown)}; there are {', '.join(BENCHES)}")
     measurements: list[report.Measurement] = []
-    with console.status("") as status:
+    with ExitStack() as stack:
+        status = stack.enter_context(console.status(""))
 
         def announce(text: str) -> None:
             status.update(text)
@@ -45,13 +49,16 @@ def main(
                 measurements.append(host.measure(workload))
         if "model" in chosen:
             from tests.bench import model as model_bench
+            from tests.bench.tiny_model import write_tiny_model
 
+            names, own = list(model or MODELS), list(settings or [])
+            if quick and not model:
+                folder = stack.enter_context(tempfile.TemporaryDirectory())
+                write_tiny_model(Path(folder))
+                names, own = [folder], ["model.random_weights=true", "model.served_name=tiny", *own]
             workloads = _choose(MODEL_WORKLOADS, only, quick=quick)
-            for name in (model or MODELS) if workloads else ():
-                for through_grpc in (False, True) if grpc else (False,):
-                    measurements += model_bench.measure(
-                        name, workloads, settings or [], announce, through_grpc=through_grpc
-                    )
+            for name, through_grpc in itertools.product(names if workloads else [], (False, True)[: 1 + grpc]):
+                measurements += model_bench.measure(name, workloads, own, announce, through_grpc=through_grpc)
     report.show(console, measurements)
     if json is not None:
         report.write(json, measurements)

@@ -15,7 +15,8 @@ from jax import Array, lax
 from jetserve.models import transformer
 from jetserve.models.spec import ModelConfig
 
-Cache = tuple[tuple[Array, Array], ...]  # per layer k, v: f32[B, S, K, H]
+# Per layer k, v: f32[B, S, K, H]. A ring: each layer takes the first and puts it last, so that none asks for its index.
+Cache = tuple[tuple[Array, Array], ...]
 
 
 def decode_tokens_per_second(
@@ -58,10 +59,9 @@ def _step(
 def _attend(
     config: ModelConfig, position: Array, info: transformer.LayerInfo, q: Array, k: Array, v: Array, cache: Cache
 ) -> tuple[Array, Cache]:
-    assert isinstance(info.index, int), "the bare loop is made for unrolled layers"
     keys, values = (
         lax.dynamic_update_slice(old, new[:, None], (0, position, 0, 0))
-        for old, new in zip(cache[info.index], (k, v), strict=True)
+        for old, new in zip(cache[0], (k, v), strict=True)
     )
     rows, heads, width = q.shape
     q_bkgh = q.reshape(rows, k.shape[1], heads // k.shape[1], width) * config.attention_scale
@@ -70,4 +70,4 @@ def _attend(
     seen = (at <= position) & ((info.window == 0) | (at > position - info.window))
     weights = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), axis=-1)
     out = jnp.einsum("bkgs,bskh->bkgh", weights, values).reshape(rows, heads, width)
-    return out, (*cache[: info.index], (keys, values), *cache[info.index + 1 :])
+    return out, (*cache[1:], (keys, values))

@@ -19,6 +19,7 @@ from tests.links import ROOT
 
 MAX_LENGTH = 512
 PAGE_SIZE = 16
+VOCAB_SIZE = 4096
 
 
 def fake_model(slots: int, step_seconds: float = 0.0) -> LoadedModel:
@@ -42,14 +43,19 @@ def fake_model(slots: int, step_seconds: float = 0.0) -> LoadedModel:
     return LoadedModel(Engine(Scheduler(sizing), executor), tokenizer, limits, "fake", info)
 
 
-def byte_pair_tokenizer(vocab_size: int = 4096) -> Tokenizer:
-    """A byte-level BPE vocabulary trained on our own sources: a tenth of a second, and no download."""
+def byte_pair_tokenizer() -> Tokenizer:
+    """The vocabulary of `write_tokenizer`, loaded as any other."""
+    with tempfile.TemporaryDirectory() as folder:
+        write_tokenizer(Path(folder))
+        return load_tokenizer(Path(folder))
+
+
+def write_tokenizer(folder: Path) -> None:
+    """Trains a byte-level BPE vocabulary on our own sources: a tenth of a second, and no download."""
     trained = tokenizers.Tokenizer(models.BPE())
     trained.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     trained.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=vocab_size, show_progress=False, initial_alphabet=alphabet)
+    trainer = trainers.BpeTrainer(vocab_size=VOCAB_SIZE, show_progress=False, initial_alphabet=alphabet)
     trained.train([str(file) for file in sorted((ROOT / "jetserve").rglob("*.py"))], trainer)
-    with tempfile.TemporaryDirectory() as folder:
-        trained.save(str(Path(folder) / "tokenizer.json"))
-        return load_tokenizer(Path(folder))
+    trained.save(str(folder / "tokenizer.json"))

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
 from dataclasses import replace
+from pathlib import Path
 from typing import NamedTuple
 
 import grpc
@@ -17,8 +19,10 @@ from jetserve import config
 from jetserve.config import Config
 from jetserve.engine import loading
 from jetserve.engine.engine import EngineStatus
+from jetserve.models import hugging_face
 from jetserve.models.checkpoint import open_checkpoint
 from jetserve.models.random_init import random_weights
+from jetserve.models.spec import ModelConfig
 from jetserve.orchestrator import Orchestrator
 from jetserve.request import SamplingParams
 from jetserve.server.serving import Server
@@ -51,10 +55,11 @@ def measure(
     seconds, dtype, runs = asyncio.run(_serve(tree, workloads, announce, through_grpc=through_grpc))
     face = "gRPC" if through_grpc else "in process"
     announce(f"{model}: bare loops")
-    bounds = {run.workload.name: _bound(model, dtype, run.workload) for run in runs}
+    shape = _shape(tree)
+    bounds = {run.workload.name: _bound(shape, dtype, run.workload) for run in runs}
     return [
         Measurement(
-            f"{model}, {dtype}, {face}, ready after {seconds:.1f} s",
+            f"{tree.model.served_name or model}, {dtype}, {face}, ready after {seconds:.1f} s",
             run.workload.name,
             run.workload.shape,
             _figures(run, bounds[run.workload.name]),
@@ -100,9 +105,15 @@ def in_process_stream(orchestrator: Orchestrator, output_tokens: int) -> Stream:
     return stream
 
 
-def _bound(model: str, dtype: str, workload: Workload) -> float:
+def _shape(tree: Config) -> ModelConfig:
+    if tree.model.random_weights:
+        text = (Path(tree.model.name) / "config.json").read_text(encoding="utf-8")
+        return hugging_face.read_config(json.loads(text))
+    return open_checkpoint(tree.model.name).config
+
+
+def _bound(shape: ModelConfig, dtype: str, workload: Workload) -> float:
     """Weights are random: their values change no time, and the served ones need not be held twice."""
-    shape = open_checkpoint(model).config
     weights = random_weights(shape, jnp.dtype(dtype), 0, stacked=False)
     jax.block_until_ready(weights)
     return decode_tokens_per_second(
@@ -116,15 +127,15 @@ def _figures(run: _Run, bound: float) -> tuple[Figure, ...]:
     device_seconds = after.device_seconds - before.device_seconds
     host_seconds = after.host_seconds - before.host_seconds
     figures = [Figure("output tokens, prefill included", "tokens/s", seen.tokens_per_second, count=seen.tokens)]
-    if seen.inter_token:
-        typical = run.workload.concurrency / float(spread("", "", seen.inter_token).median or float("nan"))
-        figures.append(Figure("output tokens, between two steps", "tokens/s", typical, count=len(seen.inter_token)))
+    if between := spread("", "", seen.inter_token).median:
+        typical = run.workload.concurrency / between
+        figures.append(Figure("output tokens, at the median gap", "tokens/s", typical, count=len(seen.inter_token)))
     return (
         *figures,
         Figure("bare jitted loop, decode only", "tokens/s", bound),
         spread("time to first token", "ms", seen.first_token, 1e3),
         spread("inter-token", "ms", seen.inter_token, 1e3),
-        Figure("engine step", "ms", device_seconds / steps * 1e3, count=steps),
-        Figure("host time per step", "ms", host_seconds / steps * 1e3, count=steps),
+        Figure("engine step, mean", "ms", device_seconds / steps * 1e3, count=steps),
+        Figure("host time per step, mean", "ms", host_seconds / steps * 1e3, count=steps),
         Figure("compilations", "", after.compilations_after_warmup),
     )

@@ -108,7 +108,7 @@ def _greedy(weights: transformer.Weights, fed: np.ndarray) -> list[int]:
         k, v = (jnp.repeat(x, TINY.num_heads // TINY.num_kv_heads, axis=1) for x in (k, v))
         scores = jnp.einsum("tnh,snh->nts", q, k) * TINY.attention_scale
         scores = TINY.attention_softcap * jnp.tanh(scores / TINY.attention_softcap)
-        seen = (ages >= 0) & ((ages < info.window) if info.window else True)
+        seen = (ages >= 0) & ((info.window == 0) | (ages < info.window))
         weights = jnp.exp(jnp.where(seen, scores, -jnp.inf))
         return jnp.einsum("nts,snh->tnh", weights / weights.sum(-1, keepdims=True), v), carry
 

@@ -6,7 +6,7 @@ import functools
 import json
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -29,11 +29,11 @@ from jetserve.kernels.attention import ScoreRule
 from jetserve.kernels.attention_xla import XLA
 from jetserve.kernels.sharded import over_heads
 from jetserve.models import checkpoint as checkpoints
-from jetserve.models import hugging_face, random_init
+from jetserve.models import demo, hugging_face, random_init
 from jetserve.models.spec import ModelConfig, ParamSpec
 from jetserve.models.transformer import Weights, param_specs
 from jetserve.request import ModelLimits
-from jetserve.sharding import chips
+from jetserve.sharding import budget, chips
 from jetserve.sharding.mesh import make_mesh
 from jetserve.sharding.rules import HeadCounts, padded_vocab, place, replicated
 from jetserve.tokenizer import Tokenizer
@@ -43,6 +43,8 @@ log = logging.getLogger(__name__)
 
 Report = Callable[[str, float], None]
 Leaf = TypeVar("Leaf")
+
+_PROBE_TOKENS = 1024  # of the cache that programs are measured with
 
 
 def load(config: Config, report: Report = lambda _what, _fraction: None) -> LoadedModel:
@@ -61,19 +63,20 @@ def load(config: Config, report: Report = lambda _what, _fraction: None) -> Load
     mesh = make_mesh(config.mesh.tensor)
     form = _Form.of(config, source.config, mesh)
     weights = source.weights(form, report)
-    executor_sizing = _resolve(config, form)
-    engine = _build(config, form, weights, executor_sizing, _vocab_limit(source.config, tokenizer), report)
+    vocab_limit = min(source.config.vocab_size, tokenizer.vocab_size)
+    sizes = _resolve(config, form, weights, vocab_limit, report)
+    engine = _build(config, form, weights, sizes, vocab_limit, report)
     return LoadedModel(
         engine=engine,
         tokenizer=tokenizer,
-        limits=_limits(source.config, tokenizer, executor_sizing),
-        name=config.model.served_name or source.config.name or config.model.name,
+        limits=_limits(source.config, tokenizer, sizes, vocab_limit),
+        name=_served_name(config, source.config),
         info=ModelInfo(
             family=source.config.family.value,
             parameters=sum(leaf.size for leaf in jax.tree.leaves(weights)),
             dtype=form.dtype.name,
             vocab_size=source.config.vocab_size,
-            max_length=executor_sizing.max_length,
+            max_length=sizes.max_length,
             devices=chips.describe(list(mesh.devices.flat)),
         ),
     )
@@ -127,6 +130,15 @@ class _Form(NamedTuple):
     def cache_bytes_per_token(self) -> int:
         c = self.config
         return c.num_layers * self.heads.loaded_kv_heads * 2 * c.head_dim * self.cache_dtype.itemsize
+
+    @property
+    def vocab_size(self) -> int:
+        """Of the logits, padding included."""
+        return padded_vocab(self.config.vocab_size, self.mesh)
+
+    def cache(self, sizes: Sizing) -> jax.ShapeDtypeStruct:
+        shape = programs.cache_shape(sizes, self.config.num_layers, self.heads.loaded_kv_heads, self.config.head_dim)
+        return jax.ShapeDtypeStruct(shape, self.cache_dtype, sharding=programs.cache_sharding(self.mesh))
 
     def put(self, _name: str, spec: ParamSpec, values: NDArray[np.generic]) -> Array:
         """`checkpoint.Place`"""
@@ -203,71 +215,78 @@ def _open(config: Config, report: Report) -> _Checkpoint | _RandomWeights:
     return _RandomWeights(folder, hugging_face.read_config(json.loads(text)))
 
 
-def _vocab_limit(model: ModelConfig, tokenizer: Tokenizer) -> int:
-    return min(model.vocab_size, tokenizer.vocab_size)
+def _served_name(config: Config, model: ModelConfig) -> str:
+    name = config.model.name
+    return config.model.served_name or (name if name in demo.DEMO_MODELS else model.name or Path(name).stem)
 
 
-def _limits(model: ModelConfig, tokenizer: Tokenizer, sizes: Sizing) -> ModelLimits:
+def _limits(model: ModelConfig, tokenizer: Tokenizer, sizes: Sizing, vocab_limit: int) -> ModelLimits:
+    max_length = min(sizes.max_length, sizes.max_pool_tokens)  # a small pool holds no longer sequence
     return ModelLimits(
-        vocab_size=_vocab_limit(model, tokenizer),
-        max_length=sizes.max_length,
+        vocab_size=vocab_limit,
+        max_length=max_length,
         eos_token_ids=tuple(dict.fromkeys((*model.eos_token_ids, *tokenizer.eos_token_ids))),
-        max_prompt_tokens=sizes.max_length - 1,
+        max_prompt_tokens=max_length - 1,
     )
 
 
-def _resolve(config: Config, form: _Form) -> Sizing:
-    limit = chips.memory_limit_bytes(form.mesh.devices.flat[0])
-    if limit is not None and config.engine.kv_pages is None:
-        raise ConfigError(
-            "engine.kv_pages must be set on this platform: the memory budget of TPU programs is not computed yet"
-        )
-    return sizing.resolve(
+def _resolve(config: Config, form: _Form, weights: Weights[Array], vocab_limit: int, report: Report) -> Sizing:
+    resolved = functools.partial(
+        sizing.resolve,
         config.engine,
         config.scheduler,
         platform=form.platform,
         max_position=form.config.max_position,
         page_bytes_per_token=form.cache_bytes_per_token,
     )
+    limit = chips.memory_limit_bytes(form.mesh.devices.flat[0])
+    if limit is None or config.engine.kv_pages is not None:
+        return resolved()
+    # Temporaries and code do not depend on how many pages there are: compile with few, and fill what is left.
+    few = resolved(cache_bytes=form.cache_bytes_per_token * _PROBE_TOKENS)
+    report("measuring memory", 0.0)
+    memory = programs.measure(list(_table(form, weights, few, vocab_limit)))
+    weight_bytes = sum(shard.data.nbytes for leaf in jax.tree.leaves(weights) for shard in leaf.addressable_shards[:1])
+    return resolved(cache_bytes=budget.cache_bytes(limit, weight_bytes, memory) * form.mesh.size)
 
 
 def _build(
     config: Config, form: _Form, weights: Weights[Array], sizes: Sizing, vocab_limit: int, report: Report
 ) -> Engine:
     """Compiles the program table, runs each program once and hands all to an executor."""
-    model, mesh = form.config, form.mesh
-    rule = steps.StepRule(
-        config=model,
-        attention=over_heads(XLA, mesh),
-        scores=ScoreRule(model.attention_scale, model.attention_softcap),
-        sample=sampling.SampleRule(vocab_limit, group=8 if form.platform == "tpu" else 2),
-    )
-    vocab_size = padded_vocab(model.vocab_size, mesh)
-    shape = programs.cache_shape(sizes, model.num_layers, form.heads.loaded_kv_heads, model.head_dim)
-    kv = jax.ShapeDtypeStruct(shape, form.cache_dtype, sharding=programs.cache_sharding(mesh))
-    abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), weights)
     started = time.perf_counter()
     hits = COUNTER.cache_hits
-    table = programs.compile_table(
-        list(programs.program_table(rule, sizes, mesh, abstract, kv, vocab_size)), sizes, report
-    )
+    table = programs.compile_table(list(_table(form, weights, sizes, vocab_limit)), sizes, report)
     log.info(
         "compiled programs=%d cache_hits=%d seconds=%.1f",
         1 + len(table.prefill) + len(table.generate),
         COUNTER.cache_hits - hits,
         time.perf_counter() - started,
     )
+    kv = form.cache(sizes)
     executor = DeviceExecutor(
         table,
         sizes,
         weights,
-        _zeros(functools.partial(state.initial, sizes, vocab_size), replicated(mesh)),
-        _zeros(functools.partial(jnp.zeros, shape, form.cache_dtype), programs.cache_sharding(mesh)),
+        _zeros(functools.partial(state.initial, sizes, form.vocab_size), replicated(form.mesh)),
+        _zeros(functools.partial(jnp.zeros, kv.shape, kv.dtype), kv.sharding),
         strict=config.engine.strict_compile,
     )
     report("warming up", 0.0)
     executor.warm_up()
     return Engine(Scheduler(sizes), executor)
+
+
+def _table(form: _Form, weights: Weights[Array], sizes: Sizing, vocab_limit: int) -> Iterator[programs.Program]:
+    model = form.config
+    rule = steps.StepRule(
+        config=model,
+        attention=over_heads(XLA, form.mesh),
+        scores=ScoreRule(model.attention_scale, model.attention_softcap),
+        sample=sampling.SampleRule(vocab_limit, group=8 if form.platform == "tpu" else 2),
+    )
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), weights)
+    return programs.program_table(rule, sizes, form.mesh, shapes, form.cache(sizes), form.vocab_size)
 
 
 def _zeros(make: Callable[[], Leaf], sharding: Sharding) -> Leaf:

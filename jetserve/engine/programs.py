@@ -21,6 +21,7 @@ from jetserve.engine import state as states
 from jetserve.engine import steps
 from jetserve.engine.sizing import Sizing
 from jetserve.models.transformer import Weights
+from jetserve.sharding.budget import ProgramMemory
 from jetserve.sharding.rules import TENSOR, replicated
 
 Control = NDArray[np.int32]
@@ -113,6 +114,16 @@ def program_table(
                 donate=(1, 2),
                 out_shardings=(whole, kv.sharding, whole),
             )
+
+
+def measure(table: list[Program]) -> ProgramMemory:
+    """What the programs need of one chip besides arguments, by compiling them."""
+    found = [program.lower().compile().memory_analysis() for program in table]
+    analyses = [analysis for analysis in found if analysis is not None]
+    return ProgramMemory(
+        temporary_bytes=max((analysis.temp_size_in_bytes for analysis in analyses), default=0),
+        code_bytes=sum(analysis.generated_code_size_in_bytes for analysis in analyses),
+    )
 
 
 def compile_table(table: list[Program], sizing: Sizing, report: Callable[[str, float], None]) -> CompiledTable:

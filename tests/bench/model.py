@@ -63,7 +63,7 @@ def measure(
             run.workload.name,
             run.workload.shape,
             _figures(run, bounds[run.workload.name]),
-            f"{run.workload.output_tokens}-token decode at the bare loop's rate, and prefill before it",
+            _limit(run, bounds[run.workload.name]),
         )
         for run in runs
     ]
@@ -119,6 +119,12 @@ def _bound(shape: ModelConfig, dtype: str, workload: Workload) -> float:
     return decode_tokens_per_second(
         shape, weights, workload.concurrency, workload.prompt_tokens, workload.output_tokens
     )
+
+
+def _limit(run: _Run, bound: float) -> str:
+    between = spread("", "", run.seen.inter_token).median
+    share = f"; decode reaches {run.workload.concurrency / between / bound:.0%} of it" if between else ""
+    return f"the bare loop: every weight read and multiplied once a step{share}"
 
 
 def _figures(run: _Run, bound: float) -> tuple[Figure, ...]:

@@ -82,6 +82,27 @@ def load(config: Config, report: Report = lambda _what, _fraction: None) -> Load
     )
 
 
+def build_engine(
+    config: Config,
+    model: ModelConfig,
+    weights: Weights[Array],
+    vocab_limit: int | None = None,
+    report: Report = lambda _what, _fraction: None,
+) -> Engine:
+    """Builds an engine of weights at hand: no files are read, and `config.model.name` is not looked at.
+
+    Args:
+      weights: whole, in the model's own shapes; they keep their form, unrolled or stacked.
+      vocab_limit: ids from here on are never sampled; the model's vocabulary when not set.
+    Raises: ConfigError.
+    """
+    use_compilation_cache(config.engine.compilation_cache)
+    form = _Form.of(config, model, make_mesh(config.mesh.tensor))
+    placed = form.put_all(weights)
+    limit = model.vocab_size if vocab_limit is None else vocab_limit
+    return _build(config, form, placed, _resolve(config, form, placed, limit, report), limit, report)
+
+
 def use_compilation_cache(folder: str | None) -> None:
     """Keeps compiled programs in a folder, so that the next start reads them. "auto" is in the user's cache folder.
 
@@ -144,6 +165,16 @@ class _Form(NamedTuple):
         """`checkpoint.Place`"""
         return place(np.asarray(values, self.dtype), spec.axes, self.mesh, self.heads)
 
+    def put_all(self, weights: Weights[Array]) -> Weights[Array]:
+        """Places weights that are at hand as a whole, unrolled or stacked."""
+        placed: Weights[Array] = jax.tree.map(
+            lambda values, spec: self.put("", spec, np.asarray(values)),
+            weights,
+            param_specs(self.config, stacked=isinstance(weights.layers, dict)),
+            is_leaf=lambda node: isinstance(node, ParamSpec),
+        )
+        return placed
+
     @staticmethod
     def of(config: Config, model: ModelConfig, mesh: Mesh) -> _Form:
         platform = mesh.devices.flat[0].platform
@@ -188,15 +219,7 @@ class _RandomWeights(NamedTuple):
 
     def weights(self, form: _Form, report: Report) -> Weights[Array]:
         report("drawing random weights", 0.0)
-        drawn = random_init.random_weights(form.config, jnp.float32, 0, form.is_stacked)
-        specs = param_specs(form.config, stacked=form.is_stacked)
-        placed: Weights[Array] = jax.tree.map(
-            lambda values, spec: form.put("", spec, np.asarray(values)),
-            drawn,
-            specs,
-            is_leaf=lambda node: isinstance(node, ParamSpec),
-        )
-        return placed
+        return form.put_all(random_init.random_weights(form.config, jnp.float32, 0, form.is_stacked))
 
 
 def _open(config: Config, report: Report) -> _Checkpoint | _RandomWeights:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import ast
 import importlib
+import importlib.metadata
+import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
-from tests.links import package_folders
+from tests.links import ROOT, package_folders
 
 # Upper layers first; a module imports from its own layer and those after it. A name is a package or one module, the
 # longest that fits decides. `llm` and `client` are faces like the server's, kept at the root for short imports.
@@ -163,6 +166,20 @@ def test_light_modules_stay_light(name: str, heavy: list[str]) -> None:
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, stdin=subprocess.DEVNULL)
 
     assert (ran.stdout.strip(), ran.stderr) == ("", "")
+
+
+def test_dependencies_are_those_imported() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    declared = {re.split(r"[><=\[ ]", requirement)[0] for requirement in project["dependencies"]}
+    homes = importlib.metadata.packages_distributions() | {"google": ["protobuf"]}  # others share that name
+    imported = {name.partition(".")[0] for module in MODULES for _, name in _imports(ast.walk(module.tree))}
+    needed = {_normal(home) for name in imported - sys.stdlib_module_names - {"jetserve"} for home in homes[name]}
+
+    assert needed == {_normal(name) for name in declared}
+
+
+def _normal(name: str) -> str:
+    return name.lower().replace("_", "-")
 
 
 def test_the_public_names_exist() -> None:

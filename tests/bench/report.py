@@ -15,7 +15,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-PACKAGES = ("jetserve", "jax", "jaxlib", "numpy", "grpcio", "protobuf")
+PACKAGES = ("jetserve", "jax", "jaxlib", "libtpu", "numpy", "grpcio", "protobuf", "uvloop")
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,8 @@ def spread(name: str, unit: str, values: Sequence[float], scale: float = 1.0) ->
 
 def machine() -> dict[str, str]:
     """Chip, cores and versions: without them no number means anything."""
-    versions = {name: importlib.metadata.version(name) for name in PACKAGES}
+    installed = {found.name for found in importlib.metadata.distributions()}
+    versions = {name: importlib.metadata.version(name) for name in PACKAGES if name in installed}
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return {"cpu": _cpu_name(), "cores": str(cores), "python": platform.python_version(), **versions}
 

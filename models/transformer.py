@@ -38,7 +38,7 @@ class Weights(Generic[Leaf]):
 
 @flax.struct.dataclass
 class LayerInfo:
-    """What attention may know about a layer. Python ints when unrolled; a traced i32 where layers differ when stacked.
+    """What attention may know about a layer. A Python int where all layers are equal, else a traced i32.
 
     Attributes:
       index: 0-based.

@@ -52,7 +52,7 @@ GEMMA_NAMES = NAMES | {
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
-CONTROL, USER_DEFINED, BYTE = 3, 4, 6  # token types of GGUF
+CONTROL, USER_DEFINED = 3, 4  # token types of GGUF
 
 
 def field(reader: gguf.GGUFReader, key: str) -> object:
@@ -157,6 +157,8 @@ def sentence_pieces(reader: gguf.GGUFReader) -> Callable[[str], list[int]]:
     columns = [field(reader, f"tokenizer.ggml.{name}") for name in ("tokens", "scores", "token_type")]
     for index, (piece, score, kind) in enumerate(zip(*columns, strict=True)):
         unknown = index == field(reader, "tokenizer.ggml.unknown_token_id")
+        if kind == USER_DEFINED:
+            piece = piece.replace(" ", "\u2581")  # llama.cpp writes these, runs of spaces among them, unescaped
         proto.pieces.add(piece=piece, score=score, type=2 if unknown else kind)
     proto.trainer_spec.model_type = sentencepiece_model_pb2.TrainerSpec.BPE
     proto.trainer_spec.byte_fallback = True

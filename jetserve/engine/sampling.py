@@ -23,6 +23,7 @@ from jetserve.request import MAX_LOGPROBS
 _CANDIDATES = 64
 _SEGMENT = 512  # vocabulary entries summed together by `_draw_from_all`
 _NEVER = -jnp.inf
+_TINY, _HUGE = 1.2e-38, 1e38  # the smallest normal float32, and a number that can be added to itself
 
 
 class Logprobs(NamedTuple):
@@ -155,8 +156,9 @@ def _edit(logits: Array, rows: SamplingRows, history: History, at: Array) -> Arr
 def _penalise(logits: Array, rows: SamplingRows, counts: Array) -> Array:
     """Presence and frequency over generated tokens; repetition (arXiv:1909.05858) over prompt and generated ones."""
     times = (counts // 2).astype(jnp.float32)
-    repetition = jnp.where(counts > 0, rows.repetition_penalty[:, None], 1.0)
-    logits = jnp.where(logits > 0, logits / repetition, logits * repetition)
+    # Both bounds keep the smallest penalties from making infinities, whose differences are no numbers.
+    repetition = jnp.where(counts > 0, jnp.maximum(rows.repetition_penalty, _TINY)[:, None], 1.0)
+    logits = jnp.where(logits > 0, jnp.minimum(logits / repetition, _HUGE), logits * repetition)
     return logits - rows.frequency_penalty[:, None] * times - rows.presence_penalty[:, None] * (times > 0)
 
 
@@ -222,7 +224,9 @@ def _draw_sorted(values: Array, ids: Array, total: Array, rows: SamplingRows, u:
     index = jnp.sum(reached <= u[:, None] * reached[:, -1:], axis=-1)
     index = jnp.minimum(index, jnp.sum(keep, axis=-1) - 1)  # u * reached may round up to reached
     token = jnp.take_along_axis(ids, index[:, None], axis=1)[:, 0]
-    return _Draw(token, ~keep[:, -1] | (rows.top_k == width))
+    # What top_p counts in is not all here when top_k keeps more.
+    knows_mass = (rows.top_k <= width) | (rows.top_p >= 1)
+    return _Draw(token, knows_mass & (~keep[:, -1] | (rows.top_k == width)))
 
 
 def _draw_from_all(scaled: Array, u: Array) -> Array:

@@ -25,7 +25,7 @@ from tests.links import ROOT
 
 DOCUMENTS = sorted(ROOT.glob("*.md"))
 WITH_SERVER = "with a server"
-START_SECONDS = 300
+RUN_SECONDS = 600  # a block may compile a model's programs
 
 
 class Block(NamedTuple):
@@ -54,25 +54,31 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]
     """The addresses README names -> those of a server with the demo model."""
     log = tmp_path_factory.mktemp("server") / "log"
     command = [sys.executable, "-c", "from jetserve.server.cli import main; main()", "serve"]
-    with log.open("w") as errors:
-        process = subprocess.Popen(
+    with (
+        log.open("w") as errors,
+        subprocess.Popen(
             [*command, "--grpc-port", "0", "--http-port", "0"],
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=errors, text=True,
-        )  # fmt: skip
-    try:
-        assert process.stdout is not None
-        said = ""
-        while "ready after" not in said:
-            line = process.stdout.readline()
-            assert line, f"the server ended: {said}{log.read_text()}"
-            said += line
-        grpc, http = re.search(r"gRPC +(\S+)", said), re.search(r"HTTP +http://(\S+)", said)
-        assert grpc is not None, said
-        assert http is not None, said
-        yield {"127.0.0.1:9000": grpc[1], "127.0.0.1:8000": http[1]}
-    finally:
-        process.terminate()
-        process.wait(60)
+        ) as process,
+    ):  # fmt: skip
+        try:
+            yield _addresses(process, log)
+        finally:
+            process.terminate()
+
+
+def _addresses(process: subprocess.Popen[str], log: Path) -> dict[str, str]:
+    """Waits until the server is ready."""
+    assert process.stdout is not None
+    said = ""
+    while "ready after" not in said:
+        line = process.stdout.readline()
+        assert line, f"the server ended: {said}{log.read_text()}"
+        said += line
+    grpc, http = re.search(r"gRPC +(\S+)", said), re.search(r"HTTP +http://(\S+)", said)
+    assert grpc is not None, said
+    assert http is not None, said
+    return {"127.0.0.1:9000": grpc[1], "127.0.0.1:8000": http[1]}
 
 
 def _run(block: Block, addresses: dict[str, str]) -> str:
@@ -84,7 +90,7 @@ def _run(block: Block, addresses: dict[str, str]) -> str:
     else:
         command = ["bash", "-euo", "pipefail", "-c", text.replace(".venv/bin/", f"{Path(sys.executable).parent}/")]
     ran = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=START_SECONDS
+        command, cwd=ROOT, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=RUN_SECONDS
     )
     assert ran.returncode == 0, f"README.md:{block.line}\n{ran.stdout}{ran.stderr}"
     return ran.stdout

@@ -28,11 +28,19 @@ class CompilationCounter:
         self.cache_hits = 0
         self.cache_misses = 0
         self._lock = threading.Lock()
+        self._of_thread = threading.local()
         jax.monitoring.register_event_duration_secs_listener(self._on_duration)
         jax.monitoring.register_event_listener(self._on_event)
 
+    @property
+    def compiled_by_this_thread(self) -> int:
+        """Those of `compiled` that the calling thread waited for."""
+        found: int = getattr(self._of_thread, "compiled", 0)
+        return found
+
     def _on_duration(self, event: str, duration_secs: float, **_: str | int) -> None:  # noqa: ARG002 jax names it
         if event == _COMPILED:
+            self._of_thread.compiled = self.compiled_by_this_thread + 1
             with self._lock:
                 self.compiled += 1
 

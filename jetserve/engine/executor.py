@@ -50,27 +50,27 @@ class DeviceExecutor:
         self._prompt_tokens = np.zeros(sizing.slots, np.int32)
         self._wants_logprobs = np.zeros(sizing.slots, bool)
         self._layouts = _Layouts(sizing)
-        self._compiled_at_warmup = COUNTER.compiled
-        self._compiled_seen = COUNTER.compiled
+        self._compilations = 0
 
     @property
     def compilations_after_warmup(self) -> int:
         """Should stay 0: a compilation while serving stalls every stream."""
-        return COUNTER.compiled - self._compiled_at_warmup
+        return self._compilations
 
     def execute(self, plan: StepPlan) -> DeviceStep:
         """Dispatches a plan; the device runs it behind all earlier ones."""
+        compiled_before = COUNTER.compiled_by_this_thread
         for slot, index, page in plan.grants:
             self._page_table[slot, index] = page
         for first in range(0, len(plan.admissions), self._sizing.prefill_rows):
             self._insert(plan, first)
         sampled_first = self._prefill(plan) if plan.chunks else None
         sampled = self._generate(plan) if plan.generate else None
-        self._watch_compilations()
+        self._count_compilations(COUNTER.compiled_by_this_thread - compiled_before)
         return DeviceStep(sampled_first, sampled, self._logprobs_wanted(plan))
 
     def warm_up(self) -> None:
-        """Runs every program once with nothing to do, so that no first call is special; then compilations count."""
+        """Runs every program once with nothing to do, so that no first call is special."""
         self._state = self._programs.insert(self._state, self._layouts.insert.blank())
         for size, program in self._programs.prefill.items():
             vector = self._layouts.prefill[size].blank()
@@ -79,7 +79,6 @@ class DeviceExecutor:
             vector = self._layouts.generate[rows].blank()
             self._state, self._kv, sampled = program(self._weights, self._state, self._kv, vector)
             np.asarray(sampled.tokens)
-        self._compiled_at_warmup = self._compiled_seen = COUNTER.compiled
 
     def _insert(self, plan: StepPlan, first: int) -> None:
         vector = self._layouts.insert.blank()
@@ -133,11 +132,11 @@ class DeviceExecutor:
         active = plan.generate.active if plan.generate else ()
         return chunks, bool(active) and bool(self._wants_logprobs[list(active)].any())
 
-    def _watch_compilations(self) -> None:
-        if COUNTER.compiled == self._compiled_seen:
+    def _count_compilations(self, compiled: int) -> None:
+        if not compiled:
             return
-        self._compiled_seen = COUNTER.compiled
-        message = f"{self.compilations_after_warmup} compilation(s) after warm-up; every stream waited for them"
+        self._compilations += compiled
+        message = f"{self._compilations} compilation(s) after warm-up; every stream waited for them"
         if self._strict:
             raise RuntimeError(message)
         log.warning(message)

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh, Sharding
 from numpy.typing import NDArray
 
@@ -109,6 +110,7 @@ def use_compilation_cache(folder: str | None) -> None:
     Raises: ConfigError when the folder cannot be written (R04).
     """
     if folder is None:
+        _set_compilation_cache(None)
         return
     path = Path.home() / ".cache" / "jetserve" / "compiled" if folder == "auto" else Path(folder).expanduser()
     try:
@@ -122,8 +124,16 @@ def use_compilation_cache(folder: str | None) -> None:
                 f"engine.compilation_cache={folder!r} cannot be written ({error.strerror}); name another folder or null"
             ) from error
         log.warning("no persistent compilation cache: %s cannot be written (%s)", path, error.strerror)
+        _set_compilation_cache(None)
         return
-    jax.config.update("jax_compilation_cache_dir", str(path))
+    _set_compilation_cache(str(path))
+
+
+def _set_compilation_cache(folder: str | None) -> None:
+    if folder != jax.config.jax_compilation_cache_dir:
+        # jax settles at its first compilation whether and where it caches, which may be behind us.
+        compilation_cache.reset_cache()
+    jax.config.update("jax_compilation_cache_dir", folder)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 

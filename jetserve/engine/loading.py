@@ -130,7 +130,7 @@ def use_compilation_cache(folder: str | None) -> None:
 
 
 def _set_compilation_cache(folder: str | None) -> None:
-    if folder != jax.config.jax_compilation_cache_dir:
+    if folder != jax.config.values["jax_compilation_cache_dir"]:
         # jax settles at its first compilation whether and where it caches, which may be behind us.
         compilation_cache.reset_cache()
     jax.config.update("jax_compilation_cache_dir", folder)

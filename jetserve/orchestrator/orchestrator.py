@@ -15,6 +15,7 @@ from jetserve.errors import (
     DeadlineExceeded,
     EngineFailed,
     InvalidRequest,
+    JetserveError,
     Overloaded,
     RequestAborted,
     RequestError,
@@ -334,7 +335,8 @@ class Orchestrator:
             channel.scheduled_seconds = scheduled_seconds
 
     def _failed(self, error: BaseException) -> None:
-        log.error("engine failed: %s", _in_words(error), exc_info=error)
+        known = isinstance(error, JetserveError)  # raised on purpose: its message says all there is to say
+        log.error("engine failed: %s", _in_words(error), exc_info=None if known else error)
         self._state = State.FAILED
         self._failure = error
         for channel in list(self._channels.values()):

@@ -316,7 +316,11 @@ def _table(form: _Form, weights: Weights[Array], sizes: Sizing, vocab_limit: int
         config=model,
         attention=over_heads(XLA, form.mesh),
         scores=ScoreRule(model.attention_scale, model.attention_softcap),
-        sample=sampling.SampleRule(vocab_limit, group=8 if form.platform == "tpu" else 2),
+        sample=sampling.SampleRule(
+            vocab_limit,
+            group=8 if form.platform == "tpu" else 2,
+            mesh=form.mesh if form.mesh.size > 1 else None,
+        ),
     )
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), weights)
     return programs.program_table(rule, sizes, form.mesh, shapes, form.cache(sizes), form.vocab_size)

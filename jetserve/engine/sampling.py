@@ -16,9 +16,11 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.sharding import Mesh, NamedSharding
 
 from jetserve.engine.state import NOWHERE, SamplingRows, rows_where
 from jetserve.request import MAX_LOGPROBS
+from jetserve.sharding.rules import partition, replicated
 
 _CANDIDATES = 64
 _SEGMENT = 512  # vocabulary entries summed together by `_draw_from_all`
@@ -56,15 +58,28 @@ class SampleRule(NamedTuple):
     Attributes:
       vocab_limit: ids from here on are padding and never chosen (R53).
       group: rows that sample together: 8 fill a TPU tile, fewer waste less on CPU.
+      mesh: the chips that logits are split over by vocabulary. Greedy rows stay so; rows to draw from are made whole on
+        every chip, for otherwise each step of a draw would exchange something. None is a single chip.
     """
 
     vocab_limit: int
     group: int
+    mesh: Mesh | None = None
 
     def mask(self, logits: Array) -> Array:
         """Padding at minus infinity."""
         vocab = logits.shape[-1]
         return logits if self.vocab_limit >= vocab else jnp.where(jnp.arange(vocab) < self.vocab_limit, logits, _NEVER)
+
+    def split(self, logits: Array) -> Array:
+        """Every chip holds its part of the vocabulary, as they were computed."""
+        if self.mesh is None:
+            return logits
+        return lax.with_sharding_constraint(logits, NamedSharding(self.mesh, partition((None, "vocab"))))
+
+    def gather(self, logits: Array) -> Array:
+        """Every chip holds all of it."""
+        return logits if self.mesh is None else lax.with_sharding_constraint(logits, replicated(self.mesh))
 
 
 def sample(
@@ -81,6 +96,7 @@ def sample(
       active: bool[B]; the result of other rows is undefined.
     Returns: i32[B].
     """
+    logits = rule.split(logits)
     with jax.named_scope("greedy"):
         tokens = _argmax(rule.mask(logits))
     is_edited = rows.has_penalties | (rows.bias_ids[:, 0] != NOWHERE) | (history.generated < rows.min_tokens)
@@ -90,7 +106,7 @@ def sample(
 
     def draw(index: Array, tokens: Array) -> Array:
         at = lax.dynamic_slice_in_dim(order, index * group, group)
-        own, scores = rows.at(at), rule.mask(logits[at])
+        own, scores = rows.at(at), rule.mask(rule.gather(logits[at]))
         scores = lax.cond(jnp.any(is_edited[at]), lambda: _edit(scores, own, history, at), lambda: scores)
         # The last group may reach into rows that do not sample.
         is_member = index * group + jnp.arange(group) < count
@@ -109,11 +125,12 @@ def logprobs(logits: Array, tokens: Array, wanted: Array, rule: SampleRule) -> L
       tokens: i32[B], chosen.
       wanted: bool[B].
     """
+    logits = rule.split(logits)
     batch, vocab = logits.shape
     width = min(MAX_LOGPROBS, vocab)
 
     def compute() -> Logprobs:
-        real = rule.mask(logits)
+        real = rule.mask(rule.gather(logits))
         total = jax.nn.logsumexp(real, axis=-1)
         top, ids = lax.top_k(real, width)
         chosen = jnp.take_along_axis(real, tokens[:, None], axis=1)[:, 0] - total

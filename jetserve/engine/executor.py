@@ -70,15 +70,18 @@ class DeviceExecutor:
         return DeviceStep(sampled_first, sampled, self._logprobs_wanted(plan))
 
     def warm_up(self) -> None:
-        """Runs every program once with nothing to do, so that no first call is special."""
+        """Runs the smallest program of each kind with nothing to do: proof that the device can step.
+
+        All programs are compiled and loaded by now; running the large ones as well would only cost time.
+        """
         self._state = self._programs.insert(self._state, self._layouts.insert.blank())
-        for size, program in self._programs.prefill.items():
-            vector = self._layouts.prefill[size].blank()
-            self._state, self._kv, _ = program(self._weights, self._state, self._kv, vector)
-        for (_, rows), program in self._programs.generate.items():
-            vector = self._layouts.generate[rows].blank()
-            self._state, self._kv, sampled = program(self._weights, self._state, self._kv, vector)
-            np.asarray(sampled.tokens)
+        size, prefill = min(self._programs.prefill.items())
+        vector = self._layouts.prefill[size].blank()
+        self._state, self._kv, _ = prefill(self._weights, self._state, self._kv, vector)
+        (_, rows), generate = min(self._programs.generate.items(), key=lambda item: item[0])
+        vector = self._layouts.generate[rows].blank()
+        self._state, self._kv, sampled = generate(self._weights, self._state, self._kv, vector)
+        np.asarray(sampled.tokens)
 
     def _insert(self, plan: StepPlan, first: int) -> None:
         vector = self._layouts.insert.blank()

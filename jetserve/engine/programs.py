@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import jax
@@ -25,6 +26,8 @@ from jetserve.sharding.budget import ProgramMemory
 from jetserve.sharding.rules import TENSOR, replicated
 
 Control = NDArray[np.int32]
+_COMPILING_AT_ONCE = 4  # each takes up to 2 GB of host memory for a large model
+
 Insert = Callable[[states.DecodeState, Control], states.DecodeState]
 Step = Callable[[Weights[Array], states.DecodeState, Array, Control], tuple[states.DecodeState, Array, steps.Sampled]]
 
@@ -127,15 +130,17 @@ def measure(table: list[Program]) -> ProgramMemory:
 
 
 def compile_table(table: list[Program], sizing: Sizing, report: Callable[[str, float], None]) -> CompiledTable:
-    """Compiles every row.
+    """Compiles every row. While the compiler works on one, which needs no Python, the next is traced.
 
     Args:
       report: called with (program name, fraction of the rows done) before each.
     """
-    compiled = {}
-    for index, program in enumerate(table):
-        report(f"compiling {program.name}", index / len(table))
-        compiled[program.name] = program.lower().compile()
+    with ThreadPoolExecutor(_COMPILING_AT_ONCE, thread_name_prefix="compile") as pool:
+        pending = {}
+        for index, program in enumerate(table):
+            report(f"compiling {program.name}", index / len(table))
+            pending[program.name] = pool.submit(program.lower().compile)
+        compiled = {name: future.result() for name, future in pending.items()}
     report("compiled", 1.0)
     return CompiledTable(
         insert=compiled["insert"],

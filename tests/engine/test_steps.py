@@ -1,0 +1,186 @@
+"""What single programs do to state and cache, seen through plans on the device."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from jetserve.engine.plan import Admission, Chunk, Generate, PageGrant, StepPlan, StepResult
+from jetserve.kernels import TRASH_PAGE
+from jetserve.request import SamplingParams
+from tests.engine.conftest import Served
+
+PAGE = 4
+
+
+@pytest.fixture
+def device(llama: Served) -> Served:
+    """Cache and state full of rubbish; every slot idle."""
+    llama.poison(lambda x: np.full_like(x, False if x.dtype == bool else 8.25 if x.dtype.kind == "f" else TRASH_PAGE))
+    return llama
+
+
+def admission(
+    slot: int, prompt: tuple[int, ...], stops: tuple[int, ...] = (), generated: int = 0, **params: Any
+) -> Admission:
+    made = SamplingParams(**{"max_tokens": 20, "temperature": 0.0, **params})
+    return Admission(slot, made, stops, 5, len(prompt), generated)
+
+
+def grants(slot: int, pages: list[int]) -> tuple[PageGrant, ...]:
+    return tuple(PageGrant(slot, at, page) for at, page in enumerate(pages))
+
+
+def run(device: Served, *plans: StepPlan) -> list[StepResult]:
+    pending = [device.executor.execute(plan) for plan in plans]
+    return [step.result() for step in pending]
+
+
+def state(device: Served) -> dict[str, NDArray[np.generic]]:
+    """Copies: the next step overwrites the buffers."""
+    return {name: np.array(array) for name, array in vars(device.executor._state).items() if name != "sampling"}
+
+
+def cache(device: Served) -> NDArray[np.float32]:
+    return np.array(device.executor._kv)
+
+
+def start(slot: int, prompt: tuple[int, ...], pages: list[int], **params: Any) -> StepPlan:
+    return StepPlan((admission(slot, prompt, **params),), grants(slot, pages), (Chunk(slot, 0, prompt, True),))
+
+
+PROMPT = (3, 1, 4, 1, 5, 9)
+
+
+def test_last_chunk_samples_and_activates_its_row(device: Served) -> None:
+    [result] = run(device, start(2, PROMPT, [7, 8]))
+    right = int(np.argmax(device.truth.logits(PROMPT)[-1]))
+    assert result.first_tokens[0] == right
+    assert result.tokens.shape == (0, 0)
+    now = state(device)
+    assert now["active"].tolist() == [False, False, True, False]
+    assert [now[name][2] for name in ("last_token", "length", "generated")] == [right, 7, 1]
+    assert now["page_table"][2, :2].tolist() == [7, 8]
+
+
+def test_chunk_before_the_last_leaves_its_row_idle(device: Served) -> None:
+    run(device, StepPlan((admission(1, PROMPT),), grants(1, [7]), (Chunk(1, 0, PROMPT[:3], False),)))
+    now = state(device)
+    assert not now["active"].any()
+    assert (now["length"][1], now["generated"][1]) == (1, 0)
+    [result] = run(device, StepPlan((), (PageGrant(1, 1, 8),), (Chunk(1, 3, PROMPT[3:], True),)))
+    assert result.first_tokens[0] == np.argmax(device.truth.logits(PROMPT)[-1])
+
+
+def test_chunk_writes_its_pages_and_the_trash_page_only(device: Served) -> None:
+    before = cache(device)
+    run(device, start(0, PROMPT, [9, 5]))
+    changed = np.argwhere(cache(device) != before)
+    assert {int(page) for page in changed[:, 1]} - {TRASH_PAGE} == {9, 5}
+    assert {int(offset) for _, page, _, _, offset, _ in changed if page == 9} == {0, 1, 2, 3}
+    assert {int(offset) for _, page, _, _, offset, _ in changed if page == 5} == {0, 1}
+
+
+def test_first_token_may_be_decoded_from_in_the_same_plan(device: Served) -> None:
+    plan = start(3, PROMPT, [7, 8])
+    together = StepPlan(plan.admissions, plan.grants, plan.chunks, Generate(4, 1, (3,)))
+    [result] = run(device, together)
+    first = int(np.argmax(device.truth.logits(PROMPT)[-1]))
+    second = int(np.argmax(device.truth.logits([*PROMPT, first])[-1]))
+    assert result.first_tokens[0] == first
+    assert result.tokens.tolist() == [[-1, -1, -1, second]]
+    assert result.counts.tolist() == [0, 0, 0, 1]
+
+
+def test_generate_leaves_rows_alone_that_are_not_named(device: Served) -> None:
+    """Rows beyond the batch keep everything, and may go on later; rows below it that are left out end."""
+    for slot in range(4):
+        run(device, start(slot, PROMPT, [10 + 2 * slot, 11 + 2 * slot]))
+    before, kv_before = state(device), cache(device)
+    [result] = run(device, StepPlan(generate=Generate(2, 1, (0,))))
+    after, kv_after = state(device), cache(device)
+    assert result.counts.tolist() == [1, 0]
+    assert after["active"].tolist() == [True, False, True, True]
+    for name in ("last_token", "length", "generated", "page_table"):
+        np.testing.assert_array_equal(after[name][1:], before[name][1:], err_msg=name)
+    assert {int(page) for page in np.argwhere(kv_after != kv_before)[:, 1]} - {TRASH_PAGE} == {11}
+    [last] = run(device, StepPlan(generate=Generate(4, 1, (2, 3))))
+    assert last.counts.tolist() == [0, 0, 1, 1]
+    assert last.tokens[0, 2] == result.tokens[0, 0]
+
+
+def test_granted_page_is_there_for_the_step_of_its_plan(device: Served) -> None:
+    prompt = PROMPT[:PAGE]
+    run(device, start(1, prompt, [7]))
+    run(device, StepPlan((), (PageGrant(1, 1, 30),), (), Generate(2, 1, (1,))))
+    now = state(device)
+    assert now["page_table"][1, :2].tolist() == [7, 30]
+    assert (cache(device)[:, 30, :, :, 0] != 8.25).all()
+    assert (cache(device)[:, 30, :, :, 1:] == 8.25).all()
+
+
+@pytest.mark.parametrize("ends_by", ["stop", "length"])
+def test_ended_row_is_dropped_by_the_device_itself(device: Served, ends_by: str) -> None:
+    """The host learns of it a step late, and meanwhile the row neither writes nor counts."""
+    first = int(np.argmax(device.truth.logits(PROMPT)[-1]))
+    second = int(np.argmax(device.truth.logits([*PROMPT, first])[-1]))
+    ending: dict[str, Any] = {"stops": (second,)} if ends_by == "stop" else {"max_tokens": 2}
+    assert first != second
+    run(device, start(0, PROMPT, [7, 8], **ending))
+    step = StepPlan(generate=Generate(2, 1, (0,)))
+    [one] = run(device, step)
+    before, kv_before = state(device), cache(device)
+    [two] = run(device, step)
+    assert (one.counts[0], two.counts[0]) == (1, 0)
+    assert two.tokens.tolist() == [[-1, -1]]
+    np.testing.assert_array_equal(cache(device)[:, 1:], kv_before[:, 1:])
+    for name in ("last_token", "length", "generated", "active"):
+        np.testing.assert_array_equal(state(device)[name], before[name], err_msg=name)
+
+
+def test_counts_hold_prompt_marks_and_generated_numbers(device: Served) -> None:
+    """In chunks, resumed behind two generated tokens; and only for the row with penalties."""
+    prompt, again = (3, 3, 5, 60), (5, 70)
+    own = admission(1, prompt, generated=2, frequency_penalty=0.1, presence_penalty=0.1)
+    other = admission(2, PROMPT)
+    untouched = state(device)["counts"][2]
+    run(
+        device,
+        StepPlan((own, other), (*grants(1, [7, 8]), *grants(2, [9, 10])), (Chunk(1, 0, prompt[:3], False),)),
+        StepPlan(chunks=(Chunk(1, 3, (prompt[3], *again), True), Chunk(2, 0, PROMPT, True))),
+    )
+    run(device, StepPlan(generate=Generate(4, 1, (1, 2))))
+    now = state(device)
+    expected = np.zeros(device.model.vocab_size, np.int64)
+    expected[[3, 5, 60]] = 1
+    for token in again:
+        expected[token] += 2
+    # The two tokens since, of which the state holds the newest.
+    newest = int(now["last_token"][1])
+    difference = now["counts"][1] - expected
+    assert difference.sum() == 4
+    assert difference[newest] in (2, 4)
+    assert set(np.unique(difference)) <= {0, 2, 4}
+    np.testing.assert_array_equal(now["counts"][2], untouched)
+
+
+def test_chunks_packed_together_equal_chunks_alone(device: Served) -> None:
+    chance = random.Random(3)
+    prompts = [device.prompt(chance, length) for length in (9, 1, 20)]
+    alone = [
+        run(device, start(slot, prompt, [20 + 5 * slot + at for at in range(5)]))[0]
+        for slot, prompt in enumerate(prompts)
+    ]
+    plans = [start(slot, prompt, [40 + 5 * slot + at for at in range(5)]) for slot, prompt in enumerate(prompts)]
+    packed = StepPlan(
+        *(
+            tuple(item for plan in plans for item in part(plan))
+            for part in (lambda plan: plan.admissions, lambda plan: plan.grants, lambda plan: plan.chunks)
+        )
+    )
+    [together] = run(device, packed)
+    assert together.first_tokens[:3].tolist() == [int(result.first_tokens[0]) for result in alone]

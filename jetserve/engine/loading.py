@@ -67,17 +67,18 @@ def load(config: Config, report: Report = lambda _what, _fraction: None) -> Load
     vocab_limit = min(source.config.vocab_size, tokenizer.vocab_size)
     sizes = _resolve(config, form, weights, vocab_limit, report)
     engine = _build(config, form, weights, sizes, vocab_limit, report)
+    limits = _limits(source.config, tokenizer, sizes, vocab_limit)
     return LoadedModel(
         engine=engine,
         tokenizer=tokenizer,
-        limits=_limits(source.config, tokenizer, sizes, vocab_limit),
+        limits=limits,
         name=_served_name(config, source.config),
         info=ModelInfo(
             family=source.config.family.value,
             parameters=sum(leaf.size for leaf in jax.tree.leaves(weights)),
             dtype=form.dtype.name,
             vocab_size=source.config.vocab_size,
-            max_length=sizes.max_length,
+            max_length=limits.max_length,
             devices=chips.describe(list(mesh.devices.flat)),
         ),
     )

@@ -172,7 +172,9 @@ def _explain(item: Any) -> str:
     path = [str(part) for part in item["loc"]]
     name = ".".join(path)
     if item["type"] == "extra_forbidden":
-        near = difflib.get_close_matches(name, _paths(Config), n=1, cutoff=0.5)
+        # Python keywords are names without their section.
+        paths = {path if "." in name else path.rpartition(".")[2]: path for path in _paths(Config)}
+        near = [paths[found] for found in difflib.get_close_matches(name, paths, n=1, cutoff=0.5)]
         hint = f"; did you mean {near[0]}?" if near else f"; sections are {', '.join(Config.model_fields)}"
         return f"unknown setting {name}{hint}"
     given = item.get("input")

@@ -11,6 +11,7 @@ its `_CANDIDATES` most likely tokens do not hold all that top_k, top_p and min_p
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import jax
@@ -23,7 +24,7 @@ from jetserve.request import MAX_LOGPROBS
 from jetserve.sharding.rules import partition, replicated
 
 _CANDIDATES = 64
-_SEGMENT = 512  # vocabulary entries summed together by `_draw_from_all`
+_SEGMENT = 512  # vocabulary entries looked at together by `_argmax` and `_draw_from_all`
 _NEVER = -jnp.inf
 _TINY, _HUGE = 1.2e-38, 1e38  # the smallest normal float32, and a number that can be added to itself
 
@@ -98,7 +99,7 @@ def sample(
     """
     logits = rule.split(logits)
     with jax.named_scope("greedy"):
-        tokens = _argmax(rule.mask(logits))
+        tokens = _argmax(rule.mask(logits), is_split=rule.mesh is not None)
     is_edited = rows.has_penalties | (rows.bias_ids[:, 0] != NOWHERE) | (history.generated < rows.min_tokens)
     order, count = rows_where(active & ((rows.temperature > 0) | is_edited))
     group = rule.group
@@ -146,11 +147,29 @@ def logprobs(logits: Array, tokens: Array, wanted: Array, rule: SampleRule) -> L
     return found
 
 
-def _argmax(logits: Array) -> Array:
-    """Lowest id of the largest logit; two passes are cheaper than XLA:CPU's argmax (tpu.md C5)."""
-    top = jnp.max(logits, axis=-1, keepdims=True)
-    ids = jnp.arange(logits.shape[-1], dtype=jnp.int32)
-    return jnp.min(jnp.where(logits == top, ids, jnp.int32(logits.shape[-1] - 1)), axis=-1)
+def _argmax(logits: Array, *, is_split: bool = False) -> Array:
+    """Lowest id of the largest of f32[B, V].
+
+    One pass over the logits finds the largest of each segment, and only the winning segment is searched: 32 x 262,144
+    took 2.8 ms where max and compare took 45 ms and XLA:CPU's own argmax 33 ms (2 cores, shared machine). Logits split
+    over chips are compared where they are: a segment would have to be sent.
+    """
+    if is_split:
+        return _first(logits == jnp.max(logits, axis=-1, keepdims=True))
+    batch, vocab = logits.shape
+    segment = math.gcd(vocab, _SEGMENT)
+    segments = logits.reshape(batch, vocab // segment, segment)
+    best = jnp.max(segments, axis=-1)
+    top = jnp.max(best, axis=-1, keepdims=True)
+    winner = _first(best == top)
+    inside = jnp.take_along_axis(segments, winner[:, None, None], axis=1)[:, 0]
+    return winner * segment + _first(inside == top)
+
+
+def _first(mask: Array) -> Array:
+    """i32[B], the first column of bool[B, W] that is set."""
+    width = mask.shape[-1]
+    return jnp.min(jnp.where(mask, jnp.arange(width, dtype=jnp.int32), width - 1), axis=-1)
 
 
 def _edit(logits: Array, rows: SamplingRows, history: History, at: Array) -> Array:

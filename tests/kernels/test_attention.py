@@ -1,4 +1,4 @@
-"""Every attention implementation against a float64 recompute in NumPy, on the same cases."""
+"""Every attention implementation against a float64 recompute in NumPy, on the same cases (R26 to R28)."""
 
 from __future__ import annotations
 

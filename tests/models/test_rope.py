@@ -1,4 +1,4 @@
-"""Rope tables against transformers' frequencies and against formulas written once more in NumPy."""
+"""Rope tables against transformers' frequencies and against formulas written once more in NumPy (R98 to R100)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What is wrong with a request is answered by the right code in clear words, and the next request is served."""
+"""What is wrong with a request is answered by the right code in clear words, and the next request is served.
+
+User-needs R59, R68 to R71, R90 and R91.
+"""
 
 from __future__ import annotations
 

@@ -256,6 +256,8 @@ def test_a_client_that_goes_away_frees_its_slot_within_two_steps(serve, run, cap
 
 
 def test_fifty_cancelled_streams_leave_nothing_behind(serve, run):
+    """R65"""
+
     async def check():
         async with serve(step_seconds=0.002) as running:
             await running.client.generate([1], SamplingParams(max_tokens=1))

@@ -13,6 +13,8 @@ Everything raises what is in `jetserve.errors`, as the server would have in the 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import math
 import secrets
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -22,7 +24,14 @@ from typing import Protocol
 import grpc
 from google.protobuf.message import Message
 
-from jetserve.errors import DeadlineExceeded, EngineFailed, RequestError, Unavailable
+from jetserve.errors import (
+    ConfigError,
+    DeadlineExceeded,
+    EngineFailed,
+    InvalidRequest,
+    RequestError,
+    Unavailable,
+)
 from jetserve.request import Delta, SamplingParams
 from jetserve.server.messages import decompose, write_params, write_token_ids
 from jetserve.server.protos import inference_pb2 as pb
@@ -34,6 +43,7 @@ _SERVICE = f"/{pb.DESCRIPTOR.services_by_name['Inference'].full_name}"
 _POLL_SECONDS = 0.1
 _GRACE_SECONDS = 1.0  # the server's own deadline comes first, with more to say
 _CONTROL_SECONDS = 10.0  # of calls that only ask
+_LONGEST_SECONDS = 1e9  # a longer deadline overflows in gRPC and is over at once; the server keeps it alone
 _OPTIONS = (
     ("grpc.max_receive_message_length", -1),
     ("grpc.max_send_message_length", -1),  # the server has the limit, and names its setting
@@ -48,13 +58,14 @@ class Client:
     Args:
       address: host:port.
       root_certificates: PEM of who signed the server's certificate; with it the connection is TLS.
+    Raises: ConfigError when these cannot be an address and certificates; nothing is connected yet.
     """
 
     def __init__(self, address: str = DEFAULT_ADDRESS, *, root_certificates: bytes | None = None) -> None:
-        if root_certificates is None:
+        credentials = _credentials(address, root_certificates)
+        if credentials is None:
             self._channel = grpc.insecure_channel(address, options=_OPTIONS)
         else:
-            credentials = grpc.ssl_channel_credentials(root_certificates)
             self._channel = grpc.secure_channel(address, credentials, options=_OPTIONS)
         self._generate = self._channel.unary_stream(
             f"{_SERVICE}/Generate", pb.GenerateRequest.SerializeToString, pb.GenerateResponse.FromString
@@ -118,27 +129,24 @@ class Client:
         Raises: InvalidRequest; the stream raises the other errors.
         """
         call = _call(prompt, params, request_id, timeout_seconds, priority, add_special_tokens)
-        return Stream(self._generate(call, timeout=_deadline(timeout_seconds)), call.request_id)
+        with _failures():
+            return Stream(self._generate(call, timeout=_deadline(timeout_seconds)), call.request_id)
 
     def abort(self, request_id: str) -> bool:
         """Ends a request. False when the server has none of that id (any more)."""
-        try:
-            return self._abort(pb.AbortRequest(request_id=request_id), timeout=_CONTROL_SECONDS).found
-        except grpc.RpcError as error:
-            raise _error(error) from None
+        with _failures():
+            return self._abort(_abort_call(request_id), timeout=_CONTROL_SECONDS).found
 
     def model_info(self) -> ModelDescription:
         """Raises: Unavailable while there is no model."""
-        try:
-            return ModelDescription.read(self._model_info(pb.GetModelInfoRequest(), timeout=_CONTROL_SECONDS))
-        except grpc.RpcError as error:
-            raise _error(error) from None
+        with _failures():
+            answer = self._model_info(pb.GetModelInfoRequest(), timeout=_CONTROL_SECONDS)
+        return ModelDescription.read(answer)
 
     def status(self) -> ServerStatus:
-        try:
-            return ServerStatus.read(self._status(pb.GetServerStatusRequest(), timeout=_CONTROL_SECONDS))
-        except grpc.RpcError as error:
-            raise _error(error) from None
+        with _failures():
+            answer = self._status(pb.GetServerStatusRequest(), timeout=_CONTROL_SECONDS)
+        return ServerStatus.read(answer)
 
     def wait_until_ready(self, timeout_seconds: float = 600.0) -> ServerStatus:
         """Waits until the server would answer a request.
@@ -212,10 +220,10 @@ class AsyncClient:
     """A connection for asyncio; to be made and used in one event loop. As `Client` otherwise."""
 
     def __init__(self, address: str = DEFAULT_ADDRESS, *, root_certificates: bytes | None = None) -> None:
-        if root_certificates is None:
+        credentials = _credentials(address, root_certificates)
+        if credentials is None:
             self._channel = grpc.aio.insecure_channel(address, options=_OPTIONS)
         else:
-            credentials = grpc.ssl_channel_credentials(root_certificates)
             self._channel = grpc.aio.secure_channel(address, credentials, options=_OPTIONS)
         self._generate = self._channel.unary_stream(
             f"{_SERVICE}/Generate", pb.GenerateRequest.SerializeToString, pb.GenerateResponse.FromString
@@ -271,28 +279,25 @@ class AsyncClient:
     ) -> AsyncStream:
         """As `Client.stream`."""
         call = _call(prompt, params, request_id, timeout_seconds, priority, add_special_tokens)
-        return AsyncStream(self._generate(call, timeout=_deadline(timeout_seconds)), call.request_id)
+        with _failures():
+            return AsyncStream(self._generate(call, timeout=_deadline(timeout_seconds)), call.request_id)
 
     async def abort(self, request_id: str) -> bool:
         """As `Client.abort`."""
-        try:
-            return (await self._abort(pb.AbortRequest(request_id=request_id), timeout=_CONTROL_SECONDS)).found
-        except grpc.aio.AioRpcError as error:
-            raise _error(error) from None
+        with _failures():
+            return (await self._abort(_abort_call(request_id), timeout=_CONTROL_SECONDS)).found
 
     async def model_info(self) -> ModelDescription:
         """As `Client.model_info`."""
-        try:
-            return ModelDescription.read(await self._model_info(pb.GetModelInfoRequest(), timeout=_CONTROL_SECONDS))
-        except grpc.aio.AioRpcError as error:
-            raise _error(error) from None
+        with _failures():
+            answer = await self._model_info(pb.GetModelInfoRequest(), timeout=_CONTROL_SECONDS)
+        return ModelDescription.read(answer)
 
     async def status(self) -> ServerStatus:
         """As `Client.status`."""
-        try:
-            return ServerStatus.read(await self._status(pb.GetServerStatusRequest(), timeout=_CONTROL_SECONDS))
-        except grpc.aio.AioRpcError as error:
-            raise _error(error) from None
+        with _failures():
+            answer = await self._status(pb.GetServerStatusRequest(), timeout=_CONTROL_SECONDS)
+        return ServerStatus.read(answer)
 
     async def wait_until_ready(self, timeout_seconds: float = 600.0) -> ServerStatus:
         """As `Client.wait_until_ready`."""
@@ -370,6 +375,17 @@ class _Waiting:
             raise DeadlineExceeded(f"the server was not ready within {self._timeout_seconds} s: {reason}")
 
 
+def _credentials(address: str, root_certificates: bytes | None) -> grpc.ChannelCredentials | None:
+    """What makes the connection TLS; None for one that is not."""
+    if not isinstance(address, str) or not address:
+        raise ConfigError(f"the server's address must be host:port, got {address!r}")
+    if root_certificates is None:
+        return None
+    if b"-----BEGIN CERTIFICATE-----" not in root_certificates:
+        raise ConfigError("the root certificates hold no PEM certificate (-----BEGIN CERTIFICATE-----)")
+    return grpc.ssl_channel_credentials(root_certificates)
+
+
 def _call(
     prompt: str | Sequence[int],
     params: SamplingParams | None,
@@ -379,24 +395,46 @@ def _call(
     add_special_tokens: bool,
 ) -> pb.GenerateRequest:
     """The request as a message. It always has an id, so that it can be aborted before its first token."""
-    call = pb.GenerateRequest(
-        params=write_params(params or SamplingParams()),
-        request_id=request_id or f"client-{secrets.token_hex(12)}",
-        priority=priority,
-    )
-    if isinstance(prompt, str):
-        call.text = prompt
-    else:
+    call = pb.GenerateRequest(params=write_params(params or SamplingParams()))
+    try:
+        call.request_id = request_id or f"client-{secrets.token_hex(12)}"
+        call.priority = priority
+        if isinstance(prompt, str):
+            call.text = prompt
+        if timeout_seconds is not None:
+            call.timeout_seconds = timeout_seconds
+    except (ValueError, TypeError) as error:
+        raise InvalidRequest(f"the request does not fit the wire: {error}") from None
+    if not isinstance(prompt, str):
         call.token_ids.CopyFrom(write_token_ids(prompt))
-    if timeout_seconds is not None:
-        call.timeout_seconds = timeout_seconds
     if not add_special_tokens:
         call.add_special_tokens = False
     return call
 
 
+def _abort_call(request_id: str) -> pb.AbortRequest:
+    try:
+        return pb.AbortRequest(request_id=request_id)
+    except (ValueError, TypeError) as error:
+        raise InvalidRequest(f"request_id={request_id!r} does not fit the wire: {error}") from None
+
+
 def _deadline(timeout_seconds: float | None) -> float | None:
-    return None if timeout_seconds is None else max(timeout_seconds, 0.0) + _GRACE_SECONDS
+    """Of the call; the server says what is wrong with a time that is none."""
+    if timeout_seconds is None or not math.isfinite(timeout_seconds) or timeout_seconds > _LONGEST_SECONDS:
+        return None
+    return max(timeout_seconds, 0.0) + _GRACE_SECONDS
+
+
+@contextlib.contextmanager
+def _failures() -> Iterator[None]:
+    """Raises what `jetserve.errors` has for what grpc raises. Messages are made outside: a ValueError is grpc's."""
+    try:
+        yield
+    except grpc.RpcError as error:
+        raise _error(error) from None
+    except (ValueError, grpc.aio.UsageError):
+        raise InvalidRequest("this client is closed; make a new one") from None
 
 
 def _error(error: grpc.RpcError) -> RequestError:

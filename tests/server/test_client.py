@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import subprocess
 import sys
 
@@ -10,7 +11,7 @@ import grpc
 import pytest
 
 from jetserve import errors
-from jetserve.client import Client, SamplingParams
+from jetserve.client import AsyncClient, Client, SamplingParams
 from jetserve.server import status_codes
 from jetserve.server.replies import Completion
 
@@ -79,6 +80,79 @@ def test_nobody_there_is_unavailable(serve, run):
             client.status()
         with pytest.raises(errors.DeadlineExceeded, match=r"was not ready within 0\.2 s"):
             client.wait_until_ready(0.2)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"prompt": "\ud83d"},
+        {"request_id": "\ud800"},
+        {"request_id": 5},
+        {"priority": "first"},
+        {"priority": 2**70},
+        {"timeout_seconds": "soon"},
+    ],
+    ids=str,
+)
+def test_what_does_not_fit_the_wire_is_an_invalid_request(arguments):
+    with Client("127.0.0.1:1") as client, pytest.raises(errors.InvalidRequest, match="does not fit the wire"):
+        client.stream(**{"prompt": "5"} | arguments)
+
+
+@pytest.mark.parametrize("request_id", ["\ud800", 5])
+def test_an_id_that_does_not_fit_the_wire_cannot_be_aborted(request_id):
+    with Client("127.0.0.1:1") as client, pytest.raises(errors.InvalidRequest, match="does not fit the wire"):
+        client.abort(request_id)
+
+
+def test_a_closed_client_says_so():
+    client = Client("127.0.0.1:1")
+    client.close()
+    client.close()
+    for call in (lambda: client.generate("5"), client.status, client.model_info, lambda: client.abort("x")):
+        with pytest.raises(errors.InvalidRequest, match="this client is closed"):
+            call()
+
+
+def test_a_closed_asyncio_client_says_so(run):
+    async def check():
+        client = AsyncClient("127.0.0.1:1")
+        await client.close()
+        await client.close()
+        for call in (lambda: client.generate("5"), client.status, client.model_info, lambda: client.abort("x")):
+            with pytest.raises(errors.InvalidRequest, match="this client is closed"):
+                await call()
+
+    run(check())
+
+
+@pytest.mark.parametrize("address", ["", None])
+def test_an_address_that_is_none_is_refused(address):
+    with pytest.raises(errors.ConfigError, match="must be host:port"):
+        Client(address)
+
+
+def test_certificates_that_are_none_are_refused():
+    with pytest.raises(errors.ConfigError, match="no PEM certificate"):
+        Client("127.0.0.1:1", root_certificates=b"x")
+
+
+def test_a_deadline_in_a_million_years_is_not_over_at_once(serve, run):
+    def work(client):
+        (answer,) = client.generate("5", SamplingParams(max_tokens=1), timeout_seconds=1e14)
+        assert answer.token_ids == (6,)
+        for seconds in (math.inf, math.nan):
+            with pytest.raises(errors.InvalidRequest, match="timeout_seconds must be finite"):
+                client.generate("5", timeout_seconds=seconds)
+
+    async def check():
+        async with serve() as running:
+            await in_thread(running, work)
+            async with AsyncClient(running.address) as client:
+                with pytest.raises(errors.InvalidRequest, match="timeout_seconds must be finite"):
+                    await client.generate("5", timeout_seconds=math.inf)
+
+    run(check())
 
 
 def test_importing_the_client_imports_neither_jax_nor_the_server():

@@ -7,7 +7,7 @@ What follows from settings, model and chips together is computed once, in `engin
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -17,8 +17,9 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from jetserve.errors import ConfigError
 
-Positive = Annotated[int, Field(ge=1)]
-PositiveSeconds = Annotated[float, Field(gt=0)]
+Whole = Annotated[int, Field(strict=True)]  # strict: true and "8" are no numbers
+Positive = Annotated[Whole, Field(ge=1)]
+PositiveSeconds = Annotated[float, Field(strict=True, gt=0)]
 Sizes = Annotated[tuple[Positive, ...], Field(min_length=1)]
 
 
@@ -49,10 +50,14 @@ class EngineSettings(_Section):
 
     slots: Positive = Field(32, le=4096, description="most sequences decoded together")
     max_length: Positive | None = Field(
-        None, description="tokens of prompt and answer together; the model's own limit, at most 8192, when not set"
+        None,
+        description="tokens of prompt and answer together; when not set the model's own limit, at most 8192 on TPU "
+        "and 2048 elsewhere",
     )
     page_size: Positive | None = Field(None, description="tokens in a KV page; 128 on TPU, 16 elsewhere when not set")
-    kv_pages: Positive | None = Field(None, description="pages in the pool; from the memory budget when not set")
+    kv_pages: Positive | None = Field(
+        None, description="pages in the pool, one for padding included; from the memory budget when not set"
+    )
     kv_bytes: Positive = Field(1 << 30, description="KV pool on machines whose memory is not ours to fill (CPU)")
     prefill_sizes: Sizes = Field((32, 128, 512), description="tokens a prefill program packs")
     prefill_rows: Positive = Field(8, description="most prompts packed in one prefill")
@@ -82,9 +87,9 @@ class ServerSettings(_Section):
     """Where and how the server listens."""
 
     host: str = Field("127.0.0.1", min_length=1, description="address both ports listen on; 0.0.0.0 is all of them")
-    grpc_port: int = Field(9000, ge=0, le=65535, description="0 takes a free one")
-    http_port: int = Field(8000, ge=0, le=65535, description="0 takes a free one")
-    max_message_bytes: int = Field(64 << 20, ge=4096, description="largest gRPC message, both ways")
+    grpc_port: Whole = Field(9000, ge=0, le=65535, description="0 takes a free one")
+    http_port: Whole = Field(8000, ge=0, le=65535, description="0 takes a free one")
+    max_message_bytes: Whole = Field(64 << 20, ge=4096, description="largest gRPC message, both ways")
     tls_certificate: Path | None = Field(None, description="PEM chain; with tls_key gRPC is served over TLS")
     tls_key: Path | None = Field(None, description="PEM key of tls_certificate")
     drain_timeout_seconds: PositiveSeconds = Field(30.0, description="running requests may finish for so long")
@@ -125,7 +130,7 @@ def load(
         if not equals or not path.strip():
             raise ConfigError(f"setting {text!r} is not of the form path=value, as in engine.slots=8")
         try:
-            parsed = yaml.safe_load(value)
+            parsed = _yaml(value)
         except yaml.YAMLError as error:
             raise ConfigError(f"setting {text!r}: {value!r} is not a YAML value") from error
         _put(tree, path.strip(), parsed)
@@ -135,7 +140,8 @@ def load(
     try:
         return Config.model_validate(tree)
     except pydantic.ValidationError as error:
-        raise ConfigError("; ".join(_explain(item) for item in error.errors())) from None
+        found = [item for item in error.errors() if not (item["type"] == "too_short" and item["input"])]
+        raise ConfigError("; ".join(_explain(item) for item in found)) from None
 
 
 def path_of(name: str) -> str:
@@ -146,16 +152,44 @@ def path_of(name: str) -> str:
 
 def _read(file: Path) -> dict[str, Any]:
     try:
-        tree = yaml.safe_load(file.read_text(encoding="utf-8"))
+        tree = _yaml(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"cannot read the configuration {file}: {error.strerror}") from error
+    except yaml.MarkedYAMLError as error:
+        raise ConfigError(f"{file} is not valid YAML: {_place(error)}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{file} is not valid YAML: {error}") from error
+        raise ConfigError(f"{file} is not valid YAML: {' '.join(str(error).split())}") from error
     if tree is None:
         return {}
     if not isinstance(tree, dict):
         raise ConfigError(f"{file} must hold a mapping of sections, holds {type(tree).__name__}")
     return {name: section for name, section in tree.items() if section is not None}  # all of it commented out
+
+
+class _Loader(yaml.SafeLoader):
+    """Refuses a key that is there twice: of two `engine:` sections YAML would drop the first without a word."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        seen = set()
+        for key, _ in node.value if isinstance(node, yaml.MappingNode) else ():
+            if isinstance(key, yaml.ScalarNode):
+                if key.value in seen:
+                    raise yaml.MarkedYAMLError(problem=f"{key.value!r} is there twice", problem_mark=key.start_mark)
+                seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
+def _yaml(text: str) -> Any:
+    try:
+        return yaml.load(text, _Loader)
+    except ValueError as error:  # a date such as 2026-13-45
+        raise yaml.YAMLError(str(error)) from error
+
+
+def _place(error: yaml.MarkedYAMLError) -> str:
+    mark = error.problem_mark or error.context_mark
+    place = "" if mark is None else f"line {mark.line + 1}, column {mark.column + 1}: "
+    return place + ", ".join(part for part in (error.context, error.problem) if part)
 
 
 def _put(tree: dict[str, Any], path: str, value: object) -> None:
@@ -178,8 +212,9 @@ def _explain(item: Any) -> str:
         hint = f"; did you mean {near[0]}?" if near else f"; sections are {', '.join(Config.model_fields)}"
         return f"unknown setting {name}{hint}"
     given = item.get("input")
+    said = {"model_type": "must be a section of settings", "tuple_type": "must be a list, as in [32, 128]"}
     value = "" if given is None or isinstance(given, dict) else f"={given!r}"
-    return f"{name}{value}: {item['msg'].removeprefix('Value error, ')}"
+    return f"{name}{value}: {said.get(item['type']) or item['msg'].removeprefix('Value error, ')}"
 
 
 def _paths(section: type[BaseModel], prefix: str = "") -> list[str]:

@@ -74,12 +74,17 @@ def test_settings_are_yaml(setting: str, section: str, field: str, value: object
         ("engine.slots", "setting 'engine.slots' is not of the form path=value, as in engine.slots=8"),
         ("=8", "setting '=8' is not of the form path=value"),
         ("engine.slots=[", "setting 'engine.slots=[': '[' is not a YAML value"),
+        ("engine.slots=2026-13-45", "setting 'engine.slots=2026-13-45': '2026-13-45' is not a YAML value"),
         ("engine.slot=8", "unknown setting engine.slot; did you mean engine.slots?"),
         ("engin.slots=8", "unknown setting engin; did you mean engine?"),
         ("slots=8", "unknown setting slots"),
         ("zzzz=8", "unknown setting zzzz; sections are model, mesh, engine, scheduler, server"),
         ("engine.slots.more=8", "engine.slots"),
-        ("engine=8", "engine=8:"),
+        ("engine=8", "engine=8: must be a section of settings"),
+        ("engine.slots=true", "engine.slots=True: Input should be a valid integer"),
+        ("engine.slots='8'", "engine.slots='8': Input should be a valid integer"),
+        ("server.drain_timeout_seconds=true", "server.drain_timeout_seconds=True: Input should be a valid number"),
+        ("engine.prefill_sizes=32", "engine.prefill_sizes=32: must be a list"),
         ("engine.slots=0", "engine.slots=0: Input should be greater than or equal to 1"),
         ("engine.slots=4097", "engine.slots=4097: Input should be less than or equal to 4096"),
         ("engine.slots=many", "engine.slots='many': Input should be a valid integer"),
@@ -126,6 +131,13 @@ def test_every_wrong_setting_is_named_at_once() -> None:
         ("engine: {slot: 1}", "unknown setting engine.slot; did you mean engine.slots?"),
         ("engines: {slots: 1}", "unknown setting engines; did you mean engine?"),
         ("engine: 7", "engine=7"),
+        ("engine: {slots: 2}\nengine: {page_size: 8}", "line 2, column 1: 'engine' is there twice"),
+        ("engine: {slots: 2, slots: 4}", "line 1, column 20: 'slots' is there twice"),
+        ("engine:\n  slots: [1\n", "line 3, column 1: while parsing a flow sequence, expected ',' or ']'"),
+        ("[1]: 2", "is not valid YAML: line 1, column 1: while constructing a mapping, found unhashable key"),
+        ("model: {name: 2026-13-45}", "is not valid YAML: month must be in 1..12"),
+        ("!!map [1]", "is not valid YAML: line 1, column 1: expected a mapping node"),
+        ("engine: \x07", "is not valid YAML: unacceptable character"),
     ],
 )
 def test_a_wrong_file_is_refused(tmp_path: Path, text: str, said: str) -> None:
@@ -133,6 +145,14 @@ def test_a_wrong_file_is_refused(tmp_path: Path, text: str, said: str) -> None:
         config.load(write(tmp_path, text))
 
     assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_what_is_wrong_in_a_list_is_said_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        config.load(settings=["engine.prefill_sizes=[0]"])
+
+    assert str(caught.value) == "engine.prefill_sizes.0=0: Input should be greater than or equal to 1"
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:

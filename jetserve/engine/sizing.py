@@ -78,10 +78,12 @@ def resolve(
     wanted = slots * per_slot
     budget = (cache_bytes or engine.kv_bytes) // (page_bytes_per_token * page_size)
     usable = (engine.kv_pages - 1) if engine.kv_pages else min(wanted, budget)
+    if engine.kv_pages == 1:
+        raise ConfigError("engine.kv_pages=1 is the page for padding alone, no sequence would fit; set 2 or more")
     if usable < 1:
         raise ConfigError(
             f"the KV pool has no page: {cache_bytes or engine.kv_bytes} bytes, "
-            f"{page_bytes_per_token * page_size} a page; raise engine.kv_bytes or engine.kv_pages, "
+            f"{page_bytes_per_token * page_size} a page; raise engine.kv_bytes "
             f"or lower engine.page_size"
         )
     prefill_sizes = tuple(sorted(set(engine.prefill_sizes)))

@@ -78,7 +78,10 @@ def test_lengths_follow_model_and_platform(platform: str, max_position: int, len
         (["engine.generate_rows=[64]"], "engine.generate_rows=64 exceeds engine.slots=32"),
         (["engine.generate_steps=[32]"], "engine.generate_steps=32 exceeds engine.page_size=16"),
         (["engine.kv_bytes=1"], "the KV pool has no page: 1 bytes, 16384 a page"),
-        (["engine.kv_pages=1"], "the KV pool has no page"),
+        (
+            ["engine.kv_pages=1"],
+            "engine.kv_pages=1 is the page for padding alone",
+        ),
     ],
 )
 def test_sizes_that_contradict_each_other_are_refused(settings: list[str], said: str) -> None:

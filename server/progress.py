@@ -36,11 +36,17 @@ class ProgressBar:
             self._stage = stage
             if not self._console.is_terminal:
                 self._console.print(stage, highlight=False)
+            self._bar.reset(self._task)  # a full bar stops its clock for good
         self._bar.update(self._task, description=stage, completed=fraction)
 
     def report_bytes(self, stage: str) -> Callable[[int, int], None]:
         """A reporter of so many bytes of so many."""
         return lambda done, total: self.report(f"{stage} ({total / 1e6:.0f} MB)", done / total if total else 1.0)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the stage is done, and its clock stands."""
+        return self._bar.finished
 
     def close(self) -> None:
         self._bar.stop()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 from pathlib import Path
 
 import grpc
@@ -19,6 +20,7 @@ from jetserve.server.calls import register
 log = logging.getLogger(__name__)
 
 _SERVICES = (inference.DESCRIPTOR.full_name, jetstream.DESCRIPTOR.full_name)
+_ANOTHER_PORT = "set server.grpc_port (--grpc-port) to another or 0"
 _WATCH_SECONDS = 0.05  # how late health may follow the orchestrator
 # Above server.max_message_bytes we answer ourselves, naming the setting; above this gRPC refuses unread.
 _MIN_HARD_LIMIT_BYTES = 256 << 20
@@ -99,6 +101,7 @@ def _options(max_message_bytes: int) -> list[tuple[str, int | str]]:
 
 def _bind(server: grpc.aio.Server, settings: ServerSettings) -> int:
     address = f"{_bracketed(settings.host)}:{settings.grpc_port}"
+    _require_free(settings.host, settings.grpc_port)
     try:
         if settings.tls_certificate is None or settings.tls_key is None:
             return server.add_insecure_port(address)
@@ -106,8 +109,21 @@ def _bind(server: grpc.aio.Server, settings: ServerSettings) -> int:
     except RuntimeError:
         tls = "" if settings.tls_certificate is None else ", or the TLS certificate and key do not fit"
         raise ConfigError(
-            f"cannot listen for gRPC on {address}: the port is taken, or not ours to use{tls}; "
-            f"set server.grpc_port (--grpc-port) to another or 0"
+            f"cannot listen for gRPC on {address}: the port is taken, or not ours to use{tls}; {_ANOTHER_PORT}"
+        ) from None
+
+
+def _require_free(host: str, port: int) -> None:
+    """Tries the port first: where it is taken, gRPC writes lines of its own to stderr and does not say why."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+            probe.listen()
+    except OSError as error:
+        raise ConfigError(
+            f"cannot listen for gRPC on {_bracketed(host)}:{port}: {error.strerror}; {_ANOTHER_PORT}"
         ) from None
 
 

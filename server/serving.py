@@ -12,11 +12,13 @@ import importlib
 import importlib.util
 import logging
 import os
+import shutil
 import signal
 import sys
 import time
 from collections.abc import Callable
 from importlib.metadata import version
+from pathlib import Path
 
 from jetserve.config import Config
 from jetserve.engine.engine import LoadedModel
@@ -190,14 +192,24 @@ def _ready(config: Config, server: Server, seconds: float) -> str:
     address = _address(config.server.host, server.grpc.port)
     if config.server.tls_certificate:
         return f"ready after {seconds:.1f} s"
+    command, python = as_typed()
     return (
         f"ready after {seconds:.1f} s; try\n"
-        f"  jetserve client --server {address} --max-tokens 16 'The capital of France is'\n"
+        f"  {command} client --server {address} --max-tokens 16 'The capital of France is'\n"
         f'  grpcurl -plaintext -d \'{{"text": "The capital of France is", "params": {{"max_tokens": 16}}}}\' \\\n'
         f"    {address} jetserve.v1.Inference/Generate\n"
-        f"  python -c 'from jetserve.client import Client, SamplingParams as P; "
+        f"  {python} -c 'from jetserve.client import Client, SamplingParams as P; "
         f'print(Client("{address}").generate("The capital of France is", P(max_tokens=16))[0].text)\''
     )
+
+
+def as_typed() -> tuple[str, str]:
+    """What runs jetserve and its Python from here: of an environment that is not activated neither is on the path."""
+    command = Path(sys.argv[0])
+    if command.name != "jetserve" or shutil.which("jetserve") == str(command.absolute()):
+        return "jetserve", "python"
+    python = command.with_name("python")
+    return str(command), str(python) if python.exists() else sys.executable
 
 
 def _address(host: str, port: int) -> str:

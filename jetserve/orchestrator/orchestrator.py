@@ -336,7 +336,8 @@ class Orchestrator:
 
     def _failed(self, error: BaseException) -> None:
         known = isinstance(error, JetserveError)  # raised on purpose: its message says all there is to say
-        log.error("engine failed: %s", _in_words(error), exc_info=None if known else error)
+        if self._state is not State.LOADING:  # `wait_until_ready` raises what loading raised
+            log.error("engine failed: %s", _in_words(error), exc_info=None if known else error)
         self._state = State.FAILED
         self._failure = error
         for channel in list(self._channels.values()):

@@ -130,7 +130,7 @@ def test_a_failed_engine_exits_1(run):
     run(check())
 
 
-def test_what_loading_raises_is_what_serve_raises(run):
+def test_what_loading_raises_is_what_serve_raises_and_is_not_logged_too(run, caplog):
     def load(report):
         raise CheckpointError("tensor 5 is missing")
 
@@ -140,6 +140,7 @@ def test_what_loading_raises_is_what_serve_raises(run):
             await serving.serve(tree, load, lambda text: None)
 
     run(check())
+    assert "tensor 5 is missing" not in caplog.text
 
 
 @pytest.mark.slow
@@ -168,16 +169,28 @@ def test_the_announcement_has_addresses_and_an_example_that_works():
         assert running.wait(10) == 0
 
 
+@pytest.mark.parametrize("on_path", [True, False])
+def test_the_announcement_names_the_command_as_it_can_be_typed(on_path, monkeypatch, tmp_path):
+    command = tmp_path / "jetserve"
+    command.touch(mode=0o755)
+    monkeypatch.setattr(sys, "argv", [str(command), "serve"])
+    monkeypatch.setenv("PATH", str(tmp_path) if on_path else "")
+    assert serving.as_typed() == (("jetserve", "python") if on_path else (str(command), sys.executable))
+    (tmp_path / "python").touch()
+    assert on_path or serving.as_typed() == (str(command), str(tmp_path / "python"))
+
+
 @pytest.mark.parametrize("setting", ["server.grpc_port", "server.http_port"])
-def test_a_taken_port_is_one_clear_line(setting):
+def test_a_taken_port_is_one_clear_line(setting, capfd):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
         settings = ["server.grpc_port=0", "server.http_port=0", f"{setting}={port}"]
-        with pytest.raises(ConfigError, match=f"127.0.0.1:{port}.*{setting}") as caught:
+        with pytest.raises(ConfigError, match=f"127.0.0.1:{port}: Address already in use.*{setting}") as caught:
             serving.run(config.load(None, settings), lambda report: None, print)
         assert "\n" not in str(caught.value)
+    assert capfd.readouterr().err == ""  # gRPC has nothing to add
 
 
 def test_tls_files_that_are_not_there_are_one_clear_line(tmp_path: Path):

@@ -34,6 +34,9 @@ log = logging.getLogger(__name__)
 # A step that hangs for so many times the step timeout will not come back: the process should be started anew.
 HANG_FACTOR = 5
 _LONG_PROMPT_CHARS = 1 << 14  # longer ones are tokenised beside the event loop
+# A longer text is refused uncounted when it cannot fit: tokenising takes a second for each megabyte (of demo, CPU).
+_COUNTED_CHARS = 1 << 18
+_FOLDED_CHARS = 4  # what a normaliser or an unknown token may make one of
 _STOPPED = "the server stopped before the request was finished; send it again to another replica"
 _NO_STATUS = EngineStatus(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0.0, 0.0, 0)
 
@@ -361,4 +364,15 @@ async def _encode(model: LoadedModel, text: str, *, add_special_tokens: bool) ->
         ) from None
     if len(text) < _LONG_PROMPT_CHARS:
         return model.tokenizer.encode(text, add_special_tokens=add_special_tokens)
-    return await asyncio.to_thread(model.tokenizer.encode, text, add_special_tokens=add_special_tokens)
+    return await asyncio.to_thread(_encode_long, model, text, add_special_tokens=add_special_tokens)
+
+
+def _encode_long(model: LoadedModel, text: str, *, add_special_tokens: bool) -> list[int]:
+    limits = model.limits
+    longest = _FOLDED_CHARS * model.tokenizer.pieces.longest_bytes * limits.max_prompt_tokens
+    if len(text) > max(longest, _COUNTED_CHARS):
+        raise InvalidRequest(
+            f"the prompt has {len(text)} characters, at most {limits.max_prompt_tokens} tokens fit "
+            f"(context {limits.max_length}); shorten it or raise engine.max_length"
+        )
+    return model.tokenizer.encode(text, add_special_tokens=add_special_tokens)

@@ -85,6 +85,11 @@ class Pieces:
         return data.decode("utf-8", "replace")
 
     @cached_property
+    def longest_bytes(self) -> int:
+        """Length of the longest piece."""
+        return max((len(text) for text in self.texts if text is not None), default=0)
+
+    @cached_property
     def _all(self) -> Mapping[int, bytes]:
         return _Table((i, text) for i, text in enumerate(self.texts) if text is not None)
 

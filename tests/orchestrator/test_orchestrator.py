@@ -64,6 +64,17 @@ async def test_long_text_is_tokenised_beside_the_loop(serve: Any) -> None:
             await served.submit("a" * 40_000)
 
 
+async def test_text_that_cannot_fit_is_refused_before_it_is_tokenised(serve: Any, monkeypatch: Any) -> None:
+    async with serve() as served:
+
+        def encode(*_: Any, **__: Any) -> list[int]:
+            pytest.fail("tokenised")
+
+        monkeypatch.setattr(served.orchestrator.model.tokenizer, "encode", encode)
+        with pytest.raises(InvalidRequest, match="the prompt has 1000000 characters, at most 255 tokens fit"):
+            await served.submit("a" * 1_000_000)
+
+
 async def test_half_a_surrogate_pair_is_an_invalid_request(serve: Any) -> None:
     async with serve() as served:
         with pytest.raises(InvalidRequest, match="at character 2"):

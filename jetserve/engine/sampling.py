@@ -74,13 +74,11 @@ class SampleRule(NamedTuple):
 
     def split(self, logits: Array) -> Array:
         """Every chip holds its part of the vocabulary, as they were computed."""
-        if self.mesh is None:
-            return logits
-        return lax.with_sharding_constraint(logits, NamedSharding(self.mesh, partition((None, "vocab"))))
+        return logits if self.mesh is None else _held(logits, NamedSharding(self.mesh, partition((None, "vocab"))))
 
     def gather(self, logits: Array) -> Array:
         """Every chip holds all of it."""
-        return logits if self.mesh is None else lax.with_sharding_constraint(logits, replicated(self.mesh))
+        return logits if self.mesh is None else _held(logits, replicated(self.mesh))
 
 
 def sample(
@@ -145,6 +143,11 @@ def logprobs(logits: Array, tokens: Array, wanted: Array, rule: SampleRule) -> L
     with jax.named_scope("logprobs"):
         found: Logprobs = lax.cond(jnp.any(wanted), compute, skip)
     return found
+
+
+def _held(logits: Array, sharding: NamedSharding) -> Array:
+    held: Array = lax.with_sharding_constraint(logits, sharding)
+    return held
 
 
 def _argmax(logits: Array, *, is_split: bool = False) -> Array:

@@ -103,8 +103,13 @@ def _edited(
 
 def uniform(seed: int, position: int) -> float:
     """The documented draw: threefry of the 64-bit seed, folded with the position of the token in its sequence."""
-    key = jax.random.wrap_key_data(jnp.array([seed >> 32, seed & 0xFFFFFFFF], jnp.uint32), impl="threefry2x32")
-    return float(jax.random.uniform(jax.random.fold_in(key, position)))
+    return float(_uniform(np.array([seed >> 32, seed & 0xFFFFFFFF], np.uint32), np.int32(position)))
+
+
+@jax.jit
+def _uniform(words: Array, position: Array) -> Array:
+    key = jax.random.wrap_key_data(words, impl="threefry2x32")
+    return jax.random.uniform(jax.random.fold_in(key, position))
 
 
 class CachelessModel:

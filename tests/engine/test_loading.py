@@ -80,6 +80,7 @@ def test_second_start_reads_every_program_from_the_cache(load: Load, loaded: Loa
     assert COUNTER.cache_hits - hits >= PROGRAMS
 
 
+@pytest.mark.slow
 def test_start_of_another_process_does_too(loaded: LoadedModel, settings: list[str]) -> None:
     # Twice: what earlier tests of this process had compiled already was not written to the folder by `loaded`.
     for _ in range(2):

@@ -13,7 +13,7 @@ import pytest
 from jax import Array, lax
 from numpy.typing import NDArray
 
-from jetserve.engine import sampling
+from jetserve.engine import loading, sampling
 from jetserve.engine.logprobs import token_logprobs
 from jetserve.engine.plan import Admission, LogprobArrays
 from jetserve.engine.sampling import History, SampleRule
@@ -28,6 +28,14 @@ SMALL = SampleRule(vocab_limit=37, group=2)  # of 40: fewer than 64 candidates
 VOCAB = {WIDE: 1300, SMALL: 40}
 BATCH = {WIDE: 6, SMALL: 64}  # every other size is compiled too
 EDITS = 8
+
+
+@pytest.fixture(scope="module", autouse=True)
+def programs_outlive_the_run(request: pytest.FixtureRequest) -> Iterator[None]:
+    """In pytest's cache, as the engines of conftest.py do."""
+    loading.use_compilation_cache(str(request.config.cache.mkdir("jetserve-programs")))
+    yield
+    loading.use_compilation_cache(None)
 
 
 class Row(NamedTuple):

@@ -306,7 +306,7 @@ class Metrics(Collector):
         yield _gauge("jetstream_generate_backlog_size", "Prefilled requests without a slot: none, a slot comes first.",
                      idx, lambda: 0)  # fmt: skip
         yield _gauge("jetstream_slots_used_percentage", "Part of the slots in use, 0 to 1.", idx, slots)
-        yield _gauge("jetstream_model_load_time", "Seconds the weights took.", jetstream,
+        yield _gauge("jetstream_model_load_time", "Seconds that loading took, compilation included.", jetstream,
                      lambda: self._model.load_seconds)  # fmt: skip
         yield _gauge("jetstream_server_startup_latency", "Seconds from start to readiness.", jetstream,
                      lambda: self._model.startup_seconds)  # fmt: skip

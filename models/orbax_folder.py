@@ -125,10 +125,12 @@ def _write_weights(
 ) -> None:
     every = list(parameters(checkpoint.config))
     tree: dict[str, dict[str, object]] = {"model": {}, "layers": {}}
+    total_bytes = 0
     for done, parameter in enumerate(every, start=1):
         values = checkpoint.read(parameter.name, parameter.layer)
         if dtype is not None:
             values = values.astype(_DTYPES[dtype])
+        total_bytes += values.nbytes
         if parameter.layer is None:
             tree["model"][parameter.name] = values
         else:
@@ -136,8 +138,22 @@ def _write_weights(
             layer[parameter.name] = values
         if progress is not None:
             progress(done, len(every))
-    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
-        checkpointer.save(folder.absolute(), args=ocp.args.PyTreeSave(tree))
+    _require_space(folder.parent, total_bytes)
+    try:
+        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+            checkpointer.save(folder.absolute(), args=ocp.args.PyTreeSave(tree))
+    except ValueError as error:  # tensorstore's word for what the disk said
+        raise CheckpointError(f"cannot write the weights: {error}") from error
+
+
+def _require_space(folder: Path, wanted_bytes: int) -> None:
+    """Raises: CheckpointError. A disk that fills up while Orbax writes ends in dozens of traces from its threads."""
+    free_bytes = shutil.disk_usage(folder).free
+    if free_bytes < wanted_bytes:
+        raise CheckpointError(
+            f"the weights take up to {wanted_bytes / 1e6:.0f} MB, {folder.parent.parent} has {free_bytes / 1e6:.0f} MB "
+            f"free; give another folder or a smaller dtype"
+        )
 
 
 def _copy_tokenizer(source: Path, folder: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -11,6 +12,7 @@ from pathlib import Path
 import gguf
 import ml_dtypes
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 from numpy.typing import NDArray
 
@@ -192,6 +194,31 @@ def test_a_failed_conversion_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="damaged"):
         convert(Failing(), tmp_path / "converted")
     assert [path.name for path in tmp_path.iterdir()] == ["tiny.gguf"]
+
+
+def test_a_disk_without_room_is_found_before_writing(
+    tiny_folder: WriteFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = open_checkpoint(tiny_folder("llama-biases"))
+    usage = shutil.disk_usage(tmp_path)._replace(free=1000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _folder: usage)
+    monkeypatch.setattr(ocp.Checkpointer, "save", lambda *_, **__: pytest.fail("wrote"))
+    with pytest.raises(CheckpointError, match=r"the weights take up to \d+ MB, .* has 0 MB free"):
+        convert(source, tmp_path / "converted")
+    assert list(tmp_path.glob("*converted*")) == []
+
+
+def test_what_the_disk_says_while_writing_is_an_error(
+    tiny_folder: WriteFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def save(*_: object, **__: object) -> None:
+        raise ValueError("RESOURCE_EXHAUSTED: Failed to write: No space left on device")
+
+    source = open_checkpoint(tiny_folder("llama-biases"))
+    monkeypatch.setattr(ocp.Checkpointer, "save", save)
+    with pytest.raises(CheckpointError, match="cannot write the weights: RESOURCE_EXHAUSTED"):
+        convert(source, tmp_path / "converted")
+    assert list(tmp_path.glob("*converted*")) == []
 
 
 def test_an_unknown_dtype_lists_those_there_are(tiny_folder: WriteFolder, tmp_path: Path) -> None:

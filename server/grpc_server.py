@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+import ssl
 from pathlib import Path
 
 import grpc
@@ -107,9 +108,8 @@ def _bind(server: grpc.aio.Server, settings: ServerSettings) -> int:
             return server.add_insecure_port(address)
         return server.add_secure_port(address, _credentials(settings.tls_certificate, settings.tls_key))
     except RuntimeError:
-        tls = "" if settings.tls_certificate is None else ", or the TLS certificate and key do not fit"
         raise ConfigError(
-            f"cannot listen for gRPC on {address}: the port is taken, or not ours to use{tls}; {_ANOTHER_PORT}"
+            f"cannot listen for gRPC on {address}: the port is taken, or not ours to use; {_ANOTHER_PORT}"
         ) from None
 
 
@@ -129,7 +129,15 @@ def _require_free(host: str, port: int) -> None:
 
 def _credentials(certificate: Path, key: Path) -> grpc.ServerCredentials:
     try:
-        return grpc.ssl_server_credentials([(key.read_bytes(), certificate.read_bytes())])
+        credentials = grpc.ssl_server_credentials([(key.read_bytes(), certificate.read_bytes())])
+        # gRPC would find out as it binds, and say no more than that it failed. No password: it would be asked for.
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key, password="")
+        return credentials
+    except ssl.SSLError as error:
+        raise ConfigError(
+            f"server.tls_certificate={certificate} and server.tls_key={key} are no PEM certificate and the key of it, "
+            f"without a password: {error.reason or error}"
+        ) from None
     except OSError as error:
         raise ConfigError(
             f"cannot read {error.filename}: {error.strerror}; see server.tls_certificate and server.tls_key"

@@ -153,6 +153,10 @@ async def serve(config: Config, load: Load, announce: Callable[[str], None]) -> 
             await asyncio.wait({drain, second, failed}, return_when=asyncio.FIRST_COMPLETED)
             is_drained = drain.done() and drain.result()
     finally:
+        ready.cancel()
+        await asyncio.gather(
+            ready, return_exceptions=True
+        )  # what loading had to say was raised, or nobody waits for it
         is_stopped = await server.stop()
     code = 0 if is_drained and not server.failed.is_set() else 1
     log.info("stopped drained=%s exit_code=%d", is_drained, code)

@@ -154,6 +154,17 @@ def test_a_signal_while_loading_ends_the_process_although_the_thread_cannot_be_e
             assert running.wait(15) == 0
 
 
+def test_a_signal_while_loading_leaves_no_trace():
+    with process("--load-seconds", "1") as running:
+        for _ in range(3):
+            running.stdout.readline()
+        running.send_signal(signal.SIGTERM)
+        _, said = running.communicate(timeout=15)
+        assert running.returncode == 0
+        assert "Traceback" not in said
+        assert "never retrieved" not in said
+
+
 def test_the_announcement_has_addresses_and_an_example_that_works():
     with process() as running:
         text = "".join(running.stdout.readline() for _ in range(8))
@@ -202,6 +213,20 @@ def test_tls_files_that_are_not_there_are_one_clear_line(tmp_path: Path):
     ]
     with pytest.raises(ConfigError, match=r"no\.key: No such file"):
         serving.run(config.load(None, settings), lambda report: None, print)
+
+
+def test_tls_files_that_hold_none_are_one_clear_line(tmp_path: Path, capfd):
+    for name in ("a.pem", "a.key"):
+        (tmp_path / name).write_text("hello\n")
+    settings = [
+        "server.grpc_port=0",
+        "server.http_port=0",
+        f"server.tls_certificate={tmp_path / 'a.pem'}",
+        f"server.tls_key={tmp_path / 'a.key'}",
+    ]
+    with pytest.raises(ConfigError, match=r"a\.pem and server\.tls_key=.*a\.key are no PEM certificate"):
+        serving.run(config.load(None, settings), lambda report: None, print)
+    assert capfd.readouterr().err == ""  # gRPC has nothing to add
 
 
 def test_tls_serves_those_who_trust_the_certificate(tmp_path: Path):

@@ -9,7 +9,7 @@ import ssl
 from pathlib import Path
 
 import grpc
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from jetserve.config import ServerSettings
@@ -17,10 +17,12 @@ from jetserve.errors import ConfigError
 from jetserve.orchestrator import Orchestrator
 from jetserve.server import inference, jetstream
 from jetserve.server.calls import register
+from jetserve.server.health import Health
 
 log = logging.getLogger(__name__)
 
 _SERVICES = (inference.DESCRIPTOR.full_name, jetstream.DESCRIPTOR.full_name)
+_HEALTH_SERVICE = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
 _ANOTHER_PORT = "set server.grpc_port (--grpc-port) to another or 0"
 _WATCH_SECONDS = 0.05  # how late health may follow the orchestrator
 # Above server.max_message_bytes we answer ourselves, naming the setting; above this gRPC refuses unread.
@@ -37,30 +39,30 @@ class GrpcServer:
         """
         self._orchestrator = orchestrator
         self._server = grpc.aio.server(options=_options(settings.max_message_bytes))
-        self._health = health.aio.HealthServicer()
+        self._health = Health(("", *_SERVICES))
         self._watcher: asyncio.Task[None] | None = None
         self._is_closing = False
         self._said_ready = False
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         for service in (inference.inference_service(orchestrator), jetstream.jetstream_service(orchestrator)):
             register(self._server, service, settings.max_message_bytes)
-        reflection.enable_server_reflection((*_SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server)
+        reflection.enable_server_reflection((*_SERVICES, _HEALTH_SERVICE, reflection.SERVICE_NAME), self._server)
         self.port = _bind(self._server, settings)
 
     async def start(self) -> None:
-        await self._set_health(is_ready=False)
         await self._server.start()
         self._watcher = asyncio.create_task(self._watch(), name="grpc-health")
 
     async def close_health(self) -> None:
         """Says NOT_SERVING from now on, whatever the orchestrator says."""
         self._is_closing = True
-        await self._health.enter_graceful_shutdown()
+        self._health.set(is_ready=False)
 
     async def stop(self, grace_seconds: float) -> None:
         """Takes no more calls and waits so long for those that run; what is left then is cancelled."""
         if self._watcher is not None:
             self._watcher.cancel()
+        self._health.end()
         await self._server.stop(grace_seconds)
 
     async def refresh_health(self) -> None:
@@ -69,17 +71,12 @@ class GrpcServer:
         if is_ready is not self._said_ready and not self._is_closing:
             self._said_ready = is_ready
             log.info("health serving=%s state=%s", is_ready, self._orchestrator.state)
-            await self._set_health(is_ready=is_ready)
+            self._health.set(is_ready=is_ready)
 
     async def _watch(self) -> None:
         while not self._is_closing:
             await self.refresh_health()
             await asyncio.sleep(_WATCH_SECONDS)
-
-    async def _set_health(self, *, is_ready: bool) -> None:
-        status = health_pb2.HealthCheckResponse.SERVING if is_ready else health_pb2.HealthCheckResponse.NOT_SERVING
-        for name in ("", *_SERVICES):
-            await self._health.set(name, status)
 
 
 def _options(max_message_bytes: int) -> list[tuple[str, int | str]]:

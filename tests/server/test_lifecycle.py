@@ -112,8 +112,36 @@ def test_health_watch_sees_loading_serving_and_draining(serve, run):
             async for delta in stream:
                 tokens += len(delta.token_ids)
             assert tokens == 60
-            watch.cancel()
-            assert await drain
+            assert await asyncio.wait_for(drain, 10)  # and not 20: an open watch holds nobody up
+            assert await watch.read() is grpc.aio.EOF
+
+    run(check())
+
+
+def test_a_health_watch_that_ends_leaves_the_others_of_its_service_alone(serve, run):
+    async def check():
+        async with serve() as running:
+            stub = health_pb2_grpc.HealthStub(running.channel)
+            watches = [stub.Watch(health_pb2.HealthCheckRequest()) for _ in range(2)]
+            assert [(await watch.read()).status for watch in watches] == [SERVING] * 2
+            watches[0].cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await watches[0].read()
+            assert await health(running) == SERVING  # after the server has heard of it
+            assert await running.server.drain(20)
+            assert (await watches[1].read()).status == NOT_SERVING
+
+    run(check())
+
+
+def test_a_health_watch_of_another_service_hears_that_it_is_unknown(serve, run):
+    async def check():
+        async with serve() as running:
+            stub = health_pb2_grpc.HealthStub(running.channel)
+            watch = stub.Watch(health_pb2.HealthCheckRequest(service="some.Other"))
+            assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
+            await running.server.drain(5)
+            assert await watch.read() is grpc.aio.EOF
 
     run(check())
 

@@ -25,13 +25,13 @@ class Health(health_pb2_grpc.HealthServicer):
 
     def __init__(self, services: Iterable[str]) -> None:
         self._services = frozenset(services)
-        self._status: pb.HealthCheckResponse.ServingStatus = pb.HealthCheckResponse.NOT_SERVING
+        self._is_ready = False
         self._is_over = False
         self._changed = asyncio.Event()
 
     def set(self, *, is_ready: bool) -> None:
         """Tells every watch that has not heard it."""
-        self._status = pb.HealthCheckResponse.SERVING if is_ready else pb.HealthCheckResponse.NOT_SERVING
+        self._is_ready = is_ready
         self._wake()
 
     def end(self) -> None:
@@ -43,15 +43,14 @@ class Health(health_pb2_grpc.HealthServicer):
         """The status now; NOT_FOUND for another service."""
         if request.service not in self._services:
             await context.abort(grpc.StatusCode.NOT_FOUND, f"there is no service {request.service!r}")
-        return pb.HealthCheckResponse(status=self._status)
+        return pb.HealthCheckResponse(status=self._status_of(request.service))
 
     async def Watch(self, request: pb.HealthCheckRequest, context: _Context) -> None:  # noqa: N802
         """The status now and whenever it changes; SERVICE_UNKNOWN for another service."""
         said = None
         while True:
             changed = self._changed
-            known = request.service in self._services
-            status = self._status if known else pb.HealthCheckResponse.SERVICE_UNKNOWN
+            status = self._status_of(request.service)
             if status != said:
                 await context.write(pb.HealthCheckResponse(status=status))
                 said = status
@@ -59,6 +58,11 @@ class Health(health_pb2_grpc.HealthServicer):
                 return
             else:
                 await changed.wait()
+
+    def _status_of(self, service: str) -> int:
+        if service not in self._services:
+            return pb.HealthCheckResponse.SERVICE_UNKNOWN
+        return pb.HealthCheckResponse.SERVING if self._is_ready else pb.HealthCheckResponse.NOT_SERVING
 
     def _wake(self) -> None:
         self._changed.set()

@@ -7,6 +7,7 @@ compiles after warm-up" is a fact that `compilations.py` counts, not a hope.
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
@@ -26,7 +27,8 @@ from jetserve.sharding.budget import ProgramMemory
 from jetserve.sharding.rules import TENSOR, replicated
 
 Control = NDArray[np.int32]
-_COMPILING_AT_ONCE = 4  # each takes up to 2 GB of host memory for a large model
+# Each takes up to 2 GB of host memory for a large model, and more than there are cores only take memory.
+_COMPILING_AT_ONCE = min(4, os.cpu_count() or 1)
 
 Insert = Callable[[states.DecodeState, Control], states.DecodeState]
 Step = Callable[[Weights[Array], states.DecodeState, Array, Control], tuple[states.DecodeState, Array, steps.Sampled]]

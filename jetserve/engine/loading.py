@@ -63,6 +63,7 @@ def load(config: Config, report: Report = lambda _what, _fraction: None) -> Load
     )
     mesh = make_mesh(config.mesh.tensor)
     form = _Form.of(config, source.config, mesh)
+    _sizes(config, form)()  # settings that contradict each other are refused before weights are read
     weights = source.weights(form, report)
     vocab_limit = min(source.config.vocab_size, tokenizer.vocab_size)
     sizes = _resolve(config, form, weights, vocab_limit, report)
@@ -264,8 +265,9 @@ def _limits(model: ModelConfig, tokenizer: Tokenizer, sizes: Sizing, vocab_limit
     )
 
 
-def _resolve(config: Config, form: _Form, weights: Weights[Array], vocab_limit: int, report: Report) -> Sizing:
-    resolved = functools.partial(
+def _sizes(config: Config, form: _Form) -> Callable[..., Sizing]:
+    """`sizing.resolve` but for the bytes of the cache."""
+    return functools.partial(
         sizing.resolve,
         config.engine,
         config.scheduler,
@@ -273,6 +275,10 @@ def _resolve(config: Config, form: _Form, weights: Weights[Array], vocab_limit: 
         max_position=form.config.max_position,
         page_bytes_per_token=form.cache_bytes_per_token,
     )
+
+
+def _resolve(config: Config, form: _Form, weights: Weights[Array], vocab_limit: int, report: Report) -> Sizing:
+    resolved = _sizes(config, form)
     limit = chips.memory_limit_bytes(form.mesh.devices.flat[0])
     if limit is None or config.engine.kv_pages is not None:
         return resolved()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import NamedTuple
 
 import jax
@@ -135,15 +135,15 @@ def compile_table(table: list[Program], sizing: Sizing, report: Callable[[str, f
     """Compiles every row. While the compiler works on one, which needs no Python, the next is traced.
 
     Args:
-      report: called with (program name, fraction of the rows done) before each.
+      report: called with (what is being done, fraction of the rows compiled) at the start and after each row.
     """
+    report(f"compiling {len(table)} programs", 0.0)
+    compiled = {}
     with ThreadPoolExecutor(_COMPILING_AT_ONCE, thread_name_prefix="compile") as pool:
-        pending = {}
-        for index, program in enumerate(table):
-            report(f"compiling {program.name}", index / len(table))
-            pending[program.name] = pool.submit(program.lower().compile)
-        compiled = {name: future.result() for name, future in pending.items()}
-    report("compiled", 1.0)
+        pending = {pool.submit(program.lower().compile): program.name for program in table}
+        for done, future in enumerate(as_completed(pending), 1):
+            compiled[pending[future]] = future.result()
+            report(f"compiled {pending[future]}", done / len(table))
     return CompiledTable(
         insert=compiled["insert"],
         prefill={tokens: compiled[f"prefill[{tokens}]"] for tokens in sizing.prefill_sizes},

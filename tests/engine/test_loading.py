@@ -137,7 +137,8 @@ def test_every_stage_is_reported(load: Load) -> None:
     seen: list[tuple[str, float]] = []
     load(report=lambda what, fraction: seen.append((what, fraction)))
     said = [what for what, _ in seen]
-    for stage in ("drawing random weights", "compiling insert", "compiling prefill[32]", "compiling generate[1, 2]"):
+    compiled = ("compiled insert", "compiled prefill[32]", "compiled generate[1, 2]")
+    for stage in ("drawing random weights", f"compiling {PROGRAMS} programs", *compiled):
         assert stage in said
     assert all(0 <= fraction <= 1 for _, fraction in seen)
 

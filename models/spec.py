@@ -25,7 +25,7 @@ class ParamSpec(NamedTuple):
     """One parameter of one layer (or of the model, for those outside layers).
 
     Attributes:
-      shape: weights are [out, in]: the contracted axis is last (tpu.md C1: fastest on XLA:CPU, free elsewhere).
+      shape: weights are [out, in]: the contracted axis is last (fastest on XLA:CPU, free elsewhere).
       axes: logical axis of each dimension; sharding/ maps them to mesh axes. A "heads" or "kv_heads" dimension is
         heads x head_dim flattened, head-major.
       init: what random initialisation draws: normal(0, 1/sqrt(in)) or ones (scales) or zeros (Gemma's 1+w scales).

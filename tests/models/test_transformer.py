@@ -285,7 +285,7 @@ def test_logits_cap_bounds_the_logits() -> None:
 
 @pytest.mark.parametrize("config", [TINY_LLAMA, TINY_GEMMA], ids=["llama", "gemma3"])
 def test_bfloat16_is_near_float32_and_never_converts_a_whole_weight(config: ModelConfig) -> None:
-    """Only activations are cast: a converted weight is read twice and loses the fast matmul (tpu.md C1)."""
+    """Only activations are cast: a converted weight is read twice and loses the fast matmul (measured)."""
     exact = drawn(config, jnp.bfloat16)
     logits = partial(logits_of, config, attend=spy([]))
 

@@ -13,7 +13,7 @@ from jetserve.engine import steps
 from jetserve.engine.compilations import COUNTER
 from jetserve.engine.control import Layout
 from jetserve.engine.plan import LogprobArrays, StepPlan, StepResult
-from jetserve.engine.programs import CompiledTable
+from jetserve.engine.programs import CompiledTable, Step
 from jetserve.engine.sizing import Sizing
 from jetserve.kernels import TRASH_PAGE
 from jetserve.models.transformer import Weights
@@ -76,12 +76,15 @@ class DeviceExecutor:
         """
         self._state = self._programs.insert(self._state, self._layouts.insert.blank())
         size, prefill = min(self._programs.prefill.items())
-        vector = self._layouts.prefill[size].blank()
-        self._state, self._kv, _ = prefill(self._weights, self._state, self._kv, vector)
+        self._step(prefill, self._layouts.prefill[size].blank())
         (_, rows), generate = min(self._programs.generate.items(), key=lambda item: item[0])
-        vector = self._layouts.generate[rows].blank()
-        self._state, self._kv, sampled = generate(self._weights, self._state, self._kv, vector)
+        sampled = self._step(generate, self._layouts.generate[rows].blank())
         np.asarray(sampled.tokens)
+
+    def _step(self, program: Step, control: NDArray[np.int32]) -> steps.Sampled:
+        """Dispatches a program on state and cache, which its results replace."""
+        self._state, self._kv, sampled = program(self._weights, self._state, self._kv, control)
+        return sampled
 
     def _insert(self, plan: StepPlan, first: int) -> None:
         vector = self._layouts.insert.blank()
@@ -111,8 +114,7 @@ class DeviceExecutor:
             fields["is_last"][row] = chunk.is_last
             fields["page_table"][row] = self._page_table[chunk.slot]
             offset += length
-        self._state, self._kv, sampled = self._programs.prefill[size](self._weights, self._state, self._kv, vector)
-        return sampled
+        return self._step(self._programs.prefill[size], vector)
 
     def _generate(self, plan: StepPlan) -> steps.Sampled:
         assert plan.generate is not None
@@ -126,9 +128,7 @@ class DeviceExecutor:
         grants = [grant for grant in plan.grants if grant.slot not in prefilled]
         if grants:
             fields["grants"][: len(grants)] = np.array(grants, np.int32)
-        program = self._programs.generate[plan.generate.steps, rows]
-        self._state, self._kv, sampled = program(self._weights, self._state, self._kv, vector)
-        return sampled
+        return self._step(self._programs.generate[plan.generate.steps, rows], vector)
 
     def _logprobs_wanted(self, plan: StepPlan) -> tuple[bool, bool]:
         chunks = any(chunk.is_last and self._wants_logprobs[chunk.slot] for chunk in plan.chunks)

@@ -293,7 +293,7 @@ def _resolve(config: Config, form: _Form, weights: Weights[Array], vocab_limit: 
 def _build(
     config: Config, form: _Form, weights: Weights[Array], sizes: Sizing, vocab_limit: int, report: Report
 ) -> Engine:
-    """Compiles the program table, runs each program once and hands all to an executor."""
+    """Compiles the program table, hands it to an executor and runs the smallest program of each kind once."""
     started = time.perf_counter()
     hits = COUNTER.cache_hits
     table = programs.compile_table(list(_table(form, weights, sizes, vocab_limit)), sizes, report)

@@ -20,6 +20,7 @@ from jetserve.errors import ConfigError
 Whole = Annotated[int, Field(strict=True)]  # strict: true and "8" are no numbers
 Positive = Annotated[Whole, Field(ge=1)]
 PositiveSeconds = Annotated[float, Field(strict=True, gt=0)]
+PositiveMilliseconds = Annotated[float, Field(strict=True, gt=0)]
 Sizes = Annotated[tuple[Positive, ...], Field(min_length=1)]
 
 
@@ -59,6 +60,10 @@ class EngineSettings(_Section):
         None, description="pages in the pool, one for padding included; from the memory budget when not set"
     )
     kv_bytes: Positive = Field(1 << 30, description="KV pool on machines whose memory is not ours to fill (CPU)")
+    prefix_cache: bool = Field(True, description="sequences with an equal beginning share its KV pages")
+    host_kv_bytes: Whole = Field(
+        0, ge=0, description="host memory for KV pages that leave the pool and may come back; 0 is none"
+    )
     prefill_sizes: Sizes = Field((32, 128, 512), description="tokens a prefill program packs")
     prefill_rows: Positive = Field(8, description="most prompts packed in one prefill")
     generate_rows: Sizes | None = Field(
@@ -77,6 +82,20 @@ class SchedulerSettings(_Section):
 
     prefill_tokens: Positive | None = Field(
         None, description="most prompt tokens prefilled between two decode steps; the largest prefill size when not set"
+    )
+    policy: Literal["fcfs", "longest_prefix"] = Field(
+        "fcfs",
+        description="who goes first within a priority: who came first, or who finds most of its prompt in the cache",
+    )
+    ageing: Positive = Field(
+        16, description="of so many admissions one goes to whoever waits longest, whatever its priority or prefix"
+    )
+    ttft_target_ms: PositiveMilliseconds | None = Field(None, description="time to first token that prompts should meet")
+    tpot_target_ms: PositiveMilliseconds | None = Field(
+        None, description="time between two tokens that running requests should meet; chunks are cut to keep it"
+    )
+    shed_hopeless: bool = Field(
+        False, description="refuse requests that, by the measured step times, cannot meet ttft_target_ms or deadline"
     )
     max_waiting_requests: Positive = Field(1024, description="requests waiting before new ones are refused")
     max_waiting_tokens: Positive = Field(1 << 22, description="prompt tokens waiting before new ones are refused")
@@ -103,6 +122,17 @@ class ServerSettings(_Section):
         return self
 
 
+class KvEventsSettings(_Section):
+    """Events about cached KV blocks for routers, in vLLM's ZMQ format. Off unless there is an endpoint."""
+
+    endpoint: str | None = Field(None, min_length=1, description="ZMQ address to publish on, as in tcp://*:5557")
+    replay_endpoint: str | None = Field(None, min_length=1, description="ZMQ address that repeats missed batches")
+    topic: str = Field("", description="first frame of each message; llm-d wants kv@<pod address>@<model>")
+    encoding: Literal["map", "array"] = Field("map", description="of an event; array is for older routers")
+    buffer_steps: Positive = Field(10_000, description="batches kept for replay")
+    high_water_mark: Positive = Field(100_000, description="messages ZMQ queues for a slow subscriber")
+
+
 class Config(_Section):
     """The whole tree."""
 
@@ -110,6 +140,7 @@ class Config(_Section):
     mesh: MeshSettings = MeshSettings()
     engine: EngineSettings = EngineSettings()
     scheduler: SchedulerSettings = SchedulerSettings()
+    kv_events: KvEventsSettings = KvEventsSettings()
     server: ServerSettings = ServerSettings()
 
 

@@ -24,6 +24,7 @@ MAX_BIASED_TOKENS = 300  # ids in logit_bias and allowed_token_ids together
 MAX_LOGPROBS = 20
 MAX_SAMPLES = 64
 MAX_REQUEST_ID_CHARS = 256
+MAX_CACHE_SALT_CHARS = 256
 _SEED_BITS = 63
 
 
@@ -163,6 +164,7 @@ class Request:
       stop_token_ids: every id that ends the sequence: the model's (unless ignore_eos) and the request's.
       arrival_seconds, deadline_seconds: `time.monotonic` clock.
       priority: lower runs first.
+      cache_salt: cached prefixes are shared only among requests with an equal one.
     """
 
     request_id: str
@@ -172,6 +174,7 @@ class Request:
     arrival_seconds: float
     deadline_seconds: float | None = None
     priority: int = 0
+    cache_salt: str | None = None
 
     @property
     def max_tokens(self) -> int:
@@ -193,6 +196,7 @@ class Request:
         request_id: str | None = None,
         timeout_seconds: float | None = None,
         priority: int = 0,
+        cache_salt: str | None = None,
         now: float | None = None,
     ) -> Request:
         """Makes a valid request or says what is wrong with it.
@@ -202,6 +206,7 @@ class Request:
           limits: of the model it will run on.
           request_id: None draws a fresh one.
           timeout_seconds: from now until the request is given up; None for never.
+          cache_salt: whom to share cached prefixes with; None and "" for all that bring none.
           now: `time.monotonic()` unless given.
         Raises: InvalidRequest.
         """
@@ -240,6 +245,7 @@ class Request:
             arrival_seconds=now,
             deadline_seconds=None if timeout_seconds is None else now + timeout_seconds,
             priority=priority,
+            cache_salt=_cache_salt(cache_salt),
         )
 
 
@@ -343,3 +349,11 @@ def _request_id(request_id: str | None) -> str:
             f"request_id must be printable text of at most {MAX_REQUEST_ID_CHARS} characters, got {request_id!r:.80}"
         )
     return request_id
+
+
+def _cache_salt(salt: str | None) -> str | None:
+    if salt is None or salt == "":
+        return None
+    if not isinstance(salt, str) or len(salt) > MAX_CACHE_SALT_CHARS:
+        raise InvalidRequest(f"cache_salt must be text of at most {MAX_CACHE_SALT_CHARS} characters, got {salt!r:.80}")
+    return salt

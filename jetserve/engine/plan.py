@@ -1,8 +1,10 @@
 """The seam between policy and device: `schedule` makes a `StepPlan`, an `Executor` runs it. Plain data; imports no jax.
 
-One plan is, in this order on the device: admit rows, prefill chunks, generate. A sequence keeps its slot from admission
-to its end. The device knows a row's stop ids and token limit, so it stops a row by itself; the host learns of it from
-the result of the step, one step late.
+One plan is, in this order on the device: admit rows, save pages to host memory, copy pages, prefill chunks, generate,
+load pages from host memory. A sequence keeps its slot from admission to its end. The device knows a row's stop ids and
+token limit, so it stops a row by itself; the host learns of it from the result of the step, one step late.
+
+Plans run one after the other, so a page may be saved or copied from and granted to somebody else in the same plan.
 """
 
 from __future__ import annotations
@@ -23,6 +25,8 @@ class Admission(NamedTuple):
       seed: 64-bit, of this sample.
       generated: tokens already generated before a preemption; they count against min_tokens and max_tokens.
       prompt_tokens: length of the prompt proper; later tokens of the chunks are `generated` ones.
+      cached: tokens whose keys and values the row's pages hold already; its first chunk starts there.
+      seen: the `cached` tokens themselves, of rows whose sampling counts tokens; empty for others.
     """
 
     slot: int
@@ -31,6 +35,26 @@ class Admission(NamedTuple):
     seed: int
     prompt_tokens: int
     generated: int = 0
+    cached: int = 0
+    seen: tuple[int, ...] = ()
+
+
+class PageCopy(NamedTuple):
+    """Page `target` becomes what page `source` was before the plan: a prefix that ends inside a page is copied."""
+
+    source: int
+    target: int
+
+
+class HostMove(NamedTuple):
+    """A page goes to (`saves`) or comes from (`loads`) a block of host memory of the same size.
+
+    Saves read pages before anything of the plan writes them. Loads read blocks before the plan's saves write them, and
+    write their pages behind everything else of the plan: chunks of later plans may use them.
+    """
+
+    page: int
+    block: int
 
 
 class Chunk(NamedTuple):
@@ -68,17 +92,42 @@ class Generate(NamedTuple):
     active: tuple[int, ...]
 
 
+class StepShape(NamedTuple):
+    """What a step's time depends on.
+
+    Attributes:
+      prefill_size: of the compiled program; 0 without chunks.
+      prefill_context: positions attended to, summed over the chunks' tokens.
+      generate_rows, generate_steps: of the compiled program; 0 without generate.
+      generate_context: positions attended to, summed over the active rows and the steps.
+    """
+
+    prefill_size: int = 0
+    prefill_context: int = 0
+    generate_rows: int = 0
+    generate_steps: int = 0
+    generate_context: int = 0
+
+
 @dataclass(frozen=True, slots=True)
 class StepPlan:
     """Everything the device does in one step.
 
-    The chunks' tokens together are at most the largest prefill size, and their number at most `prefill_rows`.
+    The chunks' tokens together are at most the largest prefill size, and their number at most `prefill_rows`; so are
+    the copies'.
+
+    Attributes:
+      shape: for who predicts the step's time; executors need not read it.
     """
 
     admissions: tuple[Admission, ...] = ()
     grants: tuple[PageGrant, ...] = ()
+    saves: tuple[HostMove, ...] = ()
+    copies: tuple[PageCopy, ...] = ()
     chunks: tuple[Chunk, ...] = ()
     generate: Generate | None = None
+    loads: tuple[HostMove, ...] = ()
+    shape: StepShape = StepShape()
 
     @property
     def is_empty(self) -> bool:

@@ -20,6 +20,8 @@ class Sizing:
       prefill_sizes, generate_rows, generate_steps: compiled sizes, ascending; the largest generate_rows is `slots`.
       prefill_rows: most chunks in one plan.
       prefill_tokens: most prompt tokens in one plan.
+      prefix_cache: pages stay in a prefix tree for others.
+      host_blocks: pages that fit the host memory set aside for them.
     """
 
     slots: int
@@ -31,6 +33,8 @@ class Sizing:
     prefill_tokens: int
     generate_rows: tuple[int, ...]
     generate_steps: tuple[int, ...]
+    prefix_cache: bool = True
+    host_blocks: int = 0
 
     @property
     def pages_per_slot(self) -> int:
@@ -100,6 +104,8 @@ def resolve(
         prefill_tokens=min(scheduler.prefill_tokens or prefill_sizes[-1], prefill_sizes[-1]),
         generate_rows=tuple(sorted(rows)),
         generate_steps=steps,
+        prefix_cache=engine.prefix_cache,
+        host_blocks=engine.host_kv_bytes // (page_bytes_per_token * page_size) if engine.prefix_cache else 0,
     )
 
 

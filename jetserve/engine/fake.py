@@ -17,7 +17,9 @@ from jetserve.engine.plan import (
     Admission,
     Chunk,
     Generate,
+    HostMove,
     LogprobArrays,
+    PageCopy,
     PageGrant,
     StepPlan,
     StepResult,
@@ -36,23 +38,121 @@ class ContractViolation(AssertionError):
 
 @dataclass(slots=True)
 class _Row:
-    """A slot as the device has it."""
+    """A slot as the device has it.
+
+    Attributes:
+      pages: of the page table, and with each the life of the page that the row counts on.
+      length: positions written.
+      chain: of the last of them; see `_Pages`.
+      has_begun: its first chunk has run, so that what it found in its cached pages is checked.
+    """
 
     admission: Admission
     generated: int
-    pages: dict[int, int] = field(default_factory=dict)  # index in the page table -> page
-    length: int = 0  # positions written
+    length: int
+    pages: list[int] = field(default_factory=list)
+    lives: list[int] = field(default_factory=list)
+    chain: int = 0
     last_token: int = _UNWRITTEN
+    has_begun: bool = False
     is_prefilled: bool = False
     is_active: bool = False
+
+
+class _Pages:
+    """What every page and every block of host memory holds.
+
+    A position holds its token and a number for all tokens up to it, as keys and values depend on all of them: a page
+    shared behind another prefix is found although its own tokens are right.
+
+    A life of a page begins when it is granted as a new one, copied to or loaded to. Whoever had the page before and
+    still uses it afterwards is found by that.
+    """
+
+    def __init__(self, sizing: Sizing) -> None:
+        self._page_size = sizing.page_size
+        self._cells = np.full((sizing.pages, sizing.page_size, 2), _UNWRITTEN, np.int64)
+        self._blocks: dict[int, NDArray[np.int64]] = {}
+        self.lives = [0] * sizing.pages
+        self.owners: list[_Row | None] = [None] * sizing.pages  # who may write
+        self.made: set[int] = set()  # by a copy or a load, and nobody began to use them
+
+    def renew(self, page: int, cells: NDArray[np.int64] | None = None) -> None:
+        """Begins a life, with these cells or with nothing."""
+        self._cells[page] = _UNWRITTEN if cells is None else cells
+        self.lives[page] += 1
+        (self.made.discard if cells is None else self.made.add)(page)
+
+    def truncate(self, page: int, length: int) -> None:
+        """Forgets what a copy brought along behind the prefix it was made for."""
+        self._cells[page, length:] = _UNWRITTEN
+        self.lives[page] += 1
+
+    def page(self, page: int) -> NDArray[np.int64]:
+        _require(self._cells[page, 0, 0] != _UNWRITTEN, f"{page=} is saved or copied, and holds nothing")
+        return self._cells[page].copy()
+
+    def save(self, block: int, cells: NDArray[np.int64]) -> None:
+        self._blocks[block] = cells
+
+    def block(self, block: int) -> NDArray[np.int64]:
+        _require(block in self._blocks, f"{block=} is loaded, and nothing was saved there")
+        return self._blocks[block]
+
+    def write(self, row: _Row, token: int) -> None:
+        at, offset = divmod(row.length, self._page_size)
+        page = self._page_of(row, at)
+        if self.owners[page] is not row:
+            raise _taken(row, page)
+        row.chain = hash((row.chain, token))
+        self._cells[page, offset] = token, row.chain
+        row.length += 1
+
+    def read(self, row: _Row) -> list[int]:
+        """The tokens of a row that has begun."""
+        pages = [self._page_of(row, at) for at in range(-(-row.length // self._page_size))]
+        tokens: list[int] = self._cells[pages, :, 0].reshape(-1)[: row.length].tolist()
+        if _UNWRITTEN in tokens:
+            raise ContractViolation(f"{row.admission} reads what it never wrote")
+        return tokens
+
+    def begin(self, row: _Row) -> None:
+        """Takes up what the row's pages hold by now: exactly the first `cached` tokens of some sequence."""
+        cached = row.admission.cached
+        whole, rest = divmod(cached, self._page_size)
+        count = whole + bool(rest)
+        _require(len(row.pages) >= count, f"{row.admission} begins with {len(row.pages)} pages granted")
+        cells = self._cells[row.pages[:count]].reshape(-1, 2)[:cached]
+        for position, (token, chain) in enumerate(cells.tolist()):
+            row.chain = hash((row.chain, token))
+            if token == _UNWRITTEN:
+                raise ContractViolation(f"nothing was written at cached position {position} of {row.admission}")
+            if chain != row.chain:
+                raise ContractViolation(f"cached position {position} of {row.admission} is behind another prefix")
+        if rest:
+            page = row.pages[whole]
+            _require(page in self.made, f"{page=} holds the end of a cached prefix, and is no copy: {row.admission}")
+            self.truncate(page, rest)
+        self.made.difference_update(row.pages[:count])
+        row.lives[:count] = [self.lives[page] for page in row.pages[:count]]
+        row.has_begun = True
+        seen = row.admission.seen
+        _require(not seen or seen == tuple(cells[:, 0].tolist()), f"its pages hold other tokens: {row.admission}")
+
+    def _page_of(self, row: _Row, at: int) -> int:
+        page = row.pages[at]
+        if self.lives[page] != row.lives[at]:
+            raise _taken(row, page)
+        return page
 
 
 class FakeExecutor:
     """Runs plans on lists, and refuses those that break the contract.
 
-    Tokens are written into pages and read back through the page table, so a page that two sequences used shows in their
-    tokens as well. Of the sampling parameters only min_tokens and max_tokens count: a stop id that comes too early is
-    replaced by the next id that is none. Logprobs are those of `fake_logprobs`.
+    Tokens are written into pages and read back through the page table, cached ones too, so wrong sharing shows in the
+    tokens as well. Who was aborted or preempted is not known here, so a page taken from a row that runs is found when
+    the row uses it next. Of the sampling parameters only min_tokens and max_tokens count: a stop id that comes too
+    early is replaced by the next id that is none. Logprobs are those of `fake_logprobs`.
 
     Args:
       next_token: of all tokens of a sequence, and its admission; None is the last token + 1, modulo the vocabulary.
@@ -80,8 +180,7 @@ class FakeExecutor:
         self._fail_at = fail_at
         self._device = _Device(step_seconds, clock, sleep)
         self._rows: list[_Row | None] = [None] * sizing.slots
-        self._page_rows: list[_Row | None] = [None] * sizing.pages  # who was granted the page last
-        self._cache = np.full((sizing.pages, sizing.page_size), _UNWRITTEN, np.int64)
+        self._pages = _Pages(sizing)
         self.plans: list[StepPlan] = []
 
     def execute(self, plan: StepPlan) -> FakeStep:
@@ -98,9 +197,13 @@ class FakeExecutor:
             self._admit(plan, admission)
         for grant in plan.grants:
             self._grant(grant)
+        loaded = [self._pages.block(self._checked(move).block) for move in plan.loads]
+        self._save(plan.saves)
+        self._copy(plan.copies, plan.grants)
         wants_logprobs = any(row.admission.params.logprobs is not None for row in self._planned(plan))
         first_tokens = self._prefill(plan.chunks)
         tokens, counts = self._generate(plan.generate)
+        self._load(plan.loads, loaded)
         result = StepResult(
             first_tokens=first_tokens,
             tokens=tokens,
@@ -126,19 +229,60 @@ class FakeExecutor:
         _require(0 <= slot < self._sizing.slots, f"admission to {slot=}, which is out of range")
         _require([a.slot for a in plan.admissions].count(slot) == 1, f"{slot=} is admitted twice in a plan")
         _require(0 <= admission.generated < (admission.params.max_tokens or 0), f"nothing is left of {admission}")
-        self._rows[slot] = _Row(admission, admission.generated)
+        whole = admission.prompt_tokens + admission.generated
+        _require(0 <= admission.cached < whole, f"nothing is left to prefill of {admission}")
+        counted = admission.cached if admission.params.has_penalties else 0
+        _require(len(admission.seen) == counted, f"{len(admission.seen)} tokens seen, not {counted}: {admission}")
+        self._rows[slot] = _Row(admission, admission.generated, admission.cached)
 
     def _grant(self, grant: PageGrant) -> None:
         row = self._row(grant.slot)
-        _require(grant.page != TRASH_PAGE, f"{grant} gives out the trash page")
-        _require(0 < grant.page < self._sizing.pages, f"{grant}: no such page")
+        self._require_page(grant.page, grant)
         _require(
             grant.index == len(row.pages), f"{grant} leaves a gap or replaces a page, {len(row.pages)} are granted"
         )
         _require(grant.index < self._sizing.pages_per_slot, f"{grant} is beyond the page table")
-        row.pages[grant.index] = grant.page
-        self._page_rows[grant.page] = row
-        self._cache[grant.page] = _UNWRITTEN
+        row.pages.append(grant.page)
+        row.lives.append(self._pages.lives[grant.page])
+        if (grant.index + 1) * self._sizing.page_size > row.admission.cached:
+            self._pages.owners[grant.page] = row
+
+    def _require_page(self, page: int, reason: PageGrant | PageCopy | HostMove) -> None:
+        _require(page != TRASH_PAGE, f"{reason} is about the trash page")
+        _require(0 < page < self._sizing.pages, f"{reason}: no such page")
+
+    def _checked(self, move: HostMove) -> HostMove:
+        self._require_page(move.page, move)
+        _require(0 <= move.block < self._sizing.host_blocks, f"{move}: no such block")
+        return move
+
+    def _save(self, saves: tuple[HostMove, ...]) -> None:
+        _require(len({move.block for move in saves}) == len(saves), "two pages are saved to one block in a plan")
+        for move in saves:
+            self._pages.save(move.block, self._pages.page(self._checked(move).page))
+
+    def _copy(self, copies: tuple[PageCopy, ...], grants: tuple[PageGrant, ...]) -> None:
+        """Reads all sources, clears the pages that are granted as new ones, and writes all targets."""
+        limit = self._sizing.prefill_rows
+        _require(len(copies) <= limit, f"{len(copies)} copies, at most {limit} are allowed")
+        _require(len({copy.target for copy in copies}) == len(copies), "two pages are copied to one in a plan")
+        for copy in copies:
+            self._require_page(copy.source, copy)
+            self._require_page(copy.target, copy)
+            _require(copy.source != copy.target, f"{copy} copies a page to itself")
+        sources = [self._pages.page(copy.source) for copy in copies]
+        for slot, index, page in grants:
+            row = self._row(slot)
+            if index * self._sizing.page_size >= row.admission.cached:
+                self._pages.renew(page)
+                row.lives[index] = self._pages.lives[page]
+        for copy, cells in zip(copies, sources, strict=True):
+            self._pages.renew(copy.target, cells)
+
+    def _load(self, loads: tuple[HostMove, ...], loaded: list[NDArray[np.int64]]) -> None:
+        _require(len({move.page for move in loads}) == len(loads), "two blocks are loaded to one page in a plan")
+        for move, cells in zip(loads, loaded, strict=True):
+            self._pages.renew(move.page, cells)
 
     def _prefill(self, chunks: tuple[Chunk, ...]) -> NDArray[np.int32]:
         sizing = self._sizing
@@ -149,6 +293,9 @@ class FakeExecutor:
         )
         _require(len({chunk.slot for chunk in chunks}) == len(chunks), "a slot has two chunks in a plan")
         first_tokens = np.full(len(chunks), _UNWRITTEN, np.int32)
+        for chunk in chunks:  # all of them before any writes: a page cannot be shared in the plan that writes it
+            if not (row := self._row(chunk.slot)).has_begun:
+                self._pages.begin(row)
         for at, chunk in enumerate(chunks):
             row = self._row(chunk.slot)
             _require(not row.is_prefilled, f"{chunk} comes after the last one of its slot")
@@ -163,7 +310,7 @@ class FakeExecutor:
                 whole = row.admission.prompt_tokens + row.admission.generated
                 _require(row.length == whole, f"{chunk} is the last, {row.length} of {whole} tokens are written")
                 row.is_prefilled = row.is_active = True
-                first_tokens[at] = self._sample(row, self._read(row))
+                first_tokens[at] = self._sample(row, self._pages.read(row))
         return first_tokens
 
     def _generate(self, generate: Generate | None) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
@@ -183,29 +330,14 @@ class FakeExecutor:
             for step in range(steps):
                 if row.is_active:
                     self._write(row, row.last_token)
-                    tokens[step, slot] = self._sample(row, self._read(row))
+                    tokens[step, slot] = self._sample(row, self._pages.read(row))
                     counts[slot] += 1
         return tokens, counts
 
     def _write(self, row: _Row, token: int) -> None:
-        at, offset = divmod(row.length, self._sizing.page_size)
-        if row.length >= self._sizing.max_length or at not in row.pages:
+        if row.length >= min(self._sizing.max_length, len(row.pages) * self._sizing.page_size):
             raise ContractViolation(f"position {row.length} of {row.admission} has no page")
-        self._cache[self._own(row, at), offset] = token
-        row.length += 1
-
-    def _read(self, row: _Row) -> list[int]:
-        pages = [self._own(row, at) for at in range(-(-row.length // self._sizing.page_size))]
-        tokens: list[int] = self._cache[pages].reshape(-1)[: row.length].tolist()
-        if _UNWRITTEN in tokens:
-            raise ContractViolation(f"{row.admission} reads what it never wrote")
-        return tokens
-
-    def _own(self, row: _Row, at: int) -> int:
-        page = row.pages[at]
-        if self._page_rows[page] is not row:
-            raise ContractViolation(f"{page=} of {row.admission} belongs to somebody else by now")
-        return page
+        self._pages.write(row, token)
 
     def _sample(self, row: _Row, tokens: list[int]) -> int:
         params, stops = row.admission.params, row.admission.stop_token_ids
@@ -313,3 +445,7 @@ def fake_logprobs(tokens: NDArray[np.int32], vocab_size: int) -> LogprobArrays:
 def _require(is_kept: bool, message: str) -> None:
     if not is_kept:
         raise ContractViolation(message)
+
+
+def _taken(row: _Row, page: int) -> ContractViolation:
+    return ContractViolation(f"{page=} of {row.admission} belongs to somebody else by now")

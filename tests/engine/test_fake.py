@@ -30,9 +30,19 @@ def admission(slot: int, prompt_tokens: int, max_tokens: int = 5, **changes: Any
     return Admission(slot, params, stop_token_ids=(9,), seed=0, prompt_tokens=prompt_tokens)
 
 
+def planned(
+    admissions: tuple[Admission, ...] = (),
+    grants: tuple[PageGrant, ...] = (),
+    chunks: tuple[Chunk, ...] = (),
+    generate: Generate | None = None,
+    **moves: Any,
+) -> StepPlan:
+    return StepPlan(admissions, grants, chunks=chunks, generate=generate, **moves)
+
+
 def first_plan(max_tokens: int = 5, token: int = 2, steps: int = 1, **changes: Any) -> StepPlan:
     """One token of prompt in slot 0, and a generate."""
-    return StepPlan(
+    return planned(
         (admission(0, 1, max_tokens, **changes),),
         (PageGrant(0, 0, 1), PageGrant(0, 1, 2)),
         (Chunk(0, 0, (token,), True),),
@@ -57,7 +67,7 @@ def test_row_stops_at_stop_id_and_at_max_tokens() -> None:
 def test_ended_row_yields_nothing_more() -> None:
     fake = FakeExecutor(SIZING, 10)
     fake.execute(first_plan(max_tokens=1))
-    assert fake.execute(StepPlan(generate=Generate(1, 1, (0,)))).result().counts.tolist() == [0]
+    assert fake.execute(planned(generate=Generate(1, 1, (0,)))).result().counts.tolist() == [0]
 
 
 def test_stop_id_cannot_come_before_min_tokens() -> None:
@@ -85,7 +95,7 @@ def test_logprobs_come_with_plans_that_ask() -> None:
 def test_failure_comes_with_the_result_of_its_plan() -> None:
     fake = FakeExecutor(SIZING, 10, fail_at=1)
     fake.execute(first_plan()).result()
-    pending = fake.execute(StepPlan(generate=Generate(1, 1, (0,))))
+    pending = fake.execute(planned(generate=Generate(1, 1, (0,))))
     with pytest.raises(RuntimeError, match="plan 1"):
         pending.result()
 
@@ -93,7 +103,7 @@ def test_failure_comes_with_the_result_of_its_plan() -> None:
 def test_results_come_one_step_time_after_another() -> None:
     slept: list[float] = []
     fake = FakeExecutor(SIZING, 10, step_seconds=2.0, clock=lambda: 100.0, sleep=slept.append)
-    pending = [fake.execute(first_plan()), fake.execute(StepPlan(generate=Generate(1, 1, (0,))))]
+    pending = [fake.execute(first_plan()), fake.execute(planned(generate=Generate(1, 1, (0,))))]
     for step in pending:
         step.result()
     assert slept == [2.0, 4.0]
@@ -108,29 +118,29 @@ ONE = Generate(1, 1, (0,))
 @pytest.mark.parametrize(
     ("plan", "message"),
     [
-        (StepPlan(), "empty"),
-        (StepPlan((admission(4, 1),)), "out of range"),
-        (StepPlan((admission(0, 1), admission(0, 1))), "twice"),
-        (StepPlan(chunks=BOTH), "never admitted"),
-        (StepPlan(ADMIT, (PageGrant(0, 0, 0),), BOTH), "trash"),
-        (StepPlan(ADMIT, (PageGrant(0, 0, 9),), BOTH), "no such page"),
-        (StepPlan(ADMIT, (PageGrant(0, 1, 1),), BOTH), "gap"),
-        (StepPlan(ADMIT, (PageGrant(0, 0, 1),), BOTH), "has no page"),
-        (StepPlan(ADMIT, (PageGrant(0, 0, 1), PageGrant(1, 0, 1)), BOTH), "somebody else"),
-        (StepPlan(ADMIT, PAGES, (*BOTH, BOTH[0])), "at most 2 are"),
-        (StepPlan(ADMIT, PAGES, (Chunk(0, 0, (1,) * 9, True),)), "do not fit"),
-        (StepPlan(ADMIT, PAGES, (BOTH[0], BOTH[0])), "two chunks"),
-        (StepPlan(ADMIT, PAGES, (Chunk(0, 1, (1,), True),)), "starts at 1"),
-        (StepPlan(ADMIT, PAGES, (Chunk(0, 0, (), True),)), "is empty"),
-        (StepPlan(ADMIT, PAGES, (Chunk(0, 0, (10,), True),)), "vocabulary"),
-        (StepPlan(ADMIT, PAGES, (Chunk(0, 0, (1, 2), True),)), "is the last"),
-        (StepPlan(ADMIT, PAGES, (Chunk(0, 0, (1,), False),), ONE), "before its last chunk"),
-        (StepPlan(ADMIT, PAGES, BOTH, Generate(3, 1, (0,))), "rows=3 is not compiled"),
-        (StepPlan(ADMIT, PAGES, BOTH, Generate(2, 2, (0,))), "steps=2 is not compiled"),
-        (StepPlan(ADMIT, PAGES, BOTH, Generate(1, 1, ())), "no rows"),
-        (StepPlan(ADMIT, PAGES, BOTH, Generate(2, 1, (1, 0))), "ascending"),
-        (StepPlan(ADMIT, PAGES, BOTH, Generate(1, 1, (1,))), "rows=1 take part"),
-        (StepPlan((admission(0, 4), admission(1, 1)), PAGES, (Chunk(0, 0, (1,) * 4, True),), ONE), "has no page"),
+        (planned(), "empty"),
+        (planned((admission(4, 1),)), "out of range"),
+        (planned((admission(0, 1), admission(0, 1))), "twice"),
+        (planned(chunks=BOTH), "never admitted"),
+        (planned(ADMIT, (PageGrant(0, 0, 0),), BOTH), "trash"),
+        (planned(ADMIT, (PageGrant(0, 0, 9),), BOTH), "no such page"),
+        (planned(ADMIT, (PageGrant(0, 1, 1),), BOTH), "gap"),
+        (planned(ADMIT, (PageGrant(0, 0, 1),), BOTH), "has no page"),
+        (planned(ADMIT, (PageGrant(0, 0, 1), PageGrant(1, 0, 1)), BOTH), "somebody else"),
+        (planned(ADMIT, PAGES, (*BOTH, BOTH[0])), "at most 2 are"),
+        (planned(ADMIT, PAGES, (Chunk(0, 0, (1,) * 9, True),)), "do not fit"),
+        (planned(ADMIT, PAGES, (BOTH[0], BOTH[0])), "two chunks"),
+        (planned(ADMIT, PAGES, (Chunk(0, 1, (1,), True),)), "starts at 1"),
+        (planned(ADMIT, PAGES, (Chunk(0, 0, (), True),)), "is empty"),
+        (planned(ADMIT, PAGES, (Chunk(0, 0, (10,), True),)), "vocabulary"),
+        (planned(ADMIT, PAGES, (Chunk(0, 0, (1, 2), True),)), "is the last"),
+        (planned(ADMIT, PAGES, (Chunk(0, 0, (1,), False),), ONE), "before its last chunk"),
+        (planned(ADMIT, PAGES, BOTH, Generate(3, 1, (0,))), "rows=3 is not compiled"),
+        (planned(ADMIT, PAGES, BOTH, Generate(2, 2, (0,))), "steps=2 is not compiled"),
+        (planned(ADMIT, PAGES, BOTH, Generate(1, 1, ())), "no rows"),
+        (planned(ADMIT, PAGES, BOTH, Generate(2, 1, (1, 0))), "ascending"),
+        (planned(ADMIT, PAGES, BOTH, Generate(1, 1, (1,))), "rows=1 take part"),
+        (planned((admission(0, 4), admission(1, 1)), PAGES, (Chunk(0, 0, (1,) * 4, True),), ONE), "has no page"),
     ],
 )
 def test_broken_plan_is_refused(plan: StepPlan, message: str) -> None:
@@ -140,10 +150,10 @@ def test_broken_plan_is_refused(plan: StepPlan, message: str) -> None:
 
 def test_page_taken_from_a_row_that_still_runs_is_found() -> None:
     fake = FakeExecutor(SIZING, 10)
-    fake.execute(StepPlan(ADMIT, PAGES, BOTH))
+    fake.execute(planned(ADMIT, PAGES, BOTH))
     with pytest.raises(ContractViolation, match="somebody else"):
         fake.execute(
-            StepPlan((admission(2, 1),), (PageGrant(2, 0, 1),), (Chunk(2, 0, (1,), True),), Generate(4, 1, (0, 2)))
+            planned((admission(2, 1),), (PageGrant(2, 0, 1),), (Chunk(2, 0, (1,), True),), Generate(4, 1, (0, 2)))
         )
 
 
@@ -155,7 +165,7 @@ def test_slot_and_pages_of_a_row_that_runs_no_more_may_be_reused() -> None:
 
 
 def test_free_executor_samples_as_the_fake_does() -> None:
-    plans = [first_plan(steps=3), StepPlan(generate=Generate(2, 3, (0,)))]
+    plans = [first_plan(steps=3), planned(generate=Generate(2, 3, (0,)))]
     for fake, free in [(FakeExecutor(SIZING, 10), FreeExecutor(SIZING, 10))]:
         for plan in plans:
             a, b = fake.execute(plan).result(), free.execute(plan).result()

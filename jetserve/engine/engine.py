@@ -26,6 +26,14 @@ class EngineStatus(NamedTuple):
       device_seconds: that the device was seen busy: from a step's dispatch, or the end of the one before, to its
         result.
       host_seconds: spent in `Engine.step` without waiting for the device.
+      pages_used, pages_free, cached_pages: that cannot be had, in use by sequences; that nobody holds; that the prefix
+        tree holds, those in use too.
+      queried_tokens, cached_tokens: of prompts that were looked up in the prefix cache, and found; once for each
+        sample, when it first got a slot. `host_cached_tokens` of them came back from host memory.
+      evicted_pages: that left the tree, or went to host memory; saved and loaded ones went to and came from there.
+      padded_tokens: of prefills, beside `prefill_tokens`.
+      retry_after_seconds: until half of the waiting sequences will have started, as predicted; None without a
+        prediction.
     """
 
     slots_total: int
@@ -41,6 +49,18 @@ class EngineStatus(NamedTuple):
     device_seconds: float
     host_seconds: float
     compilations_after_warmup: int
+    pages_free: int = 0
+    cached_pages: int = 0
+    evicted_pages: int = 0
+    host_pages_used: int = 0
+    host_pages_total: int = 0
+    host_saved_pages: int = 0
+    host_loaded_pages: int = 0
+    queried_tokens: int = 0
+    cached_tokens: int = 0
+    host_cached_tokens: int = 0
+    padded_tokens: int = 0
+    retry_after_seconds: float | None = None
 
 
 class _InFlight(NamedTuple):
@@ -155,6 +175,7 @@ class Engine:
             device_seconds=totals.device_seconds,
             host_seconds=totals.host_seconds,
             compilations_after_warmup=self._executor.compilations_after_warmup,
+            pages_free=scheduler.pool.free_pages,
         )
 
     def check(self) -> None:

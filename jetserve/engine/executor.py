@@ -6,13 +6,15 @@ import logging
 
 import numpy as np
 from jax import Array
+from jax.sharding import Sharding
 from numpy.typing import NDArray
 
+from jetserve.engine import moves, steps
 from jetserve.engine import state as states
-from jetserve.engine import steps
 from jetserve.engine.compilations import COUNTER
 from jetserve.engine.control import Layout
-from jetserve.engine.plan import LogprobArrays, StepPlan, StepResult
+from jetserve.engine.host_blocks import HostBlocks
+from jetserve.engine.plan import Admission, LogprobArrays, PageCopy, StepPlan, StepResult
 from jetserve.engine.programs import CompiledTable, Step
 from jetserve.engine.sizing import Sizing
 from jetserve.kernels import TRASH_PAGE
@@ -27,6 +29,7 @@ class DeviceExecutor:
     """Owns weights, state and cache; calls compiled programs only.
 
     Args:
+      blocks: sharding of a page in host memory; None leaves saved pages where the device put them.
       strict: raise when something compiled after warm-up, instead of warning.
     """
 
@@ -38,6 +41,7 @@ class DeviceExecutor:
         state: states.DecodeState,
         kv: Array,
         *,
+        blocks: Sharding | None = None,
         strict: bool,
     ) -> None:
         self._programs = programs
@@ -51,6 +55,7 @@ class DeviceExecutor:
         self._wants_logprobs = np.zeros(sizing.slots, bool)
         self._layouts = _Layouts(sizing)
         self._compilations = 0
+        self._host = HostBlocks(programs.host, sizing.host_blocks, blocks) if programs.host else None
 
     @property
     def compilations_after_warmup(self) -> int:
@@ -64,8 +69,18 @@ class DeviceExecutor:
             self._page_table[slot, index] = page
         for first in range(0, len(plan.admissions), self._sizing.prefill_rows):
             self._insert(plan, first)
+        for admission in plan.admissions:
+            if admission.seen:
+                self._count_seen(admission)
+        loaded = self._host.at(plan.loads) if self._host else []
+        if plan.saves:
+            self._hosted.save(self._kv, plan.saves)
+        if plan.copies:
+            self._copy(plan.copies)
         sampled_first = self._prefill(plan) if plan.chunks else None
         sampled = self._generate(plan) if plan.generate else None
+        if plan.loads:
+            self._kv = self._hosted.load(self._kv, plan.loads, loaded)
         self._count_compilations(COUNTER.compiled_by_this_thread - compiled_before)
         return DeviceStep(sampled_first, sampled, self._logprobs_wanted(plan))
 
@@ -75,6 +90,10 @@ class DeviceExecutor:
         All programs are compiled and loaded by now; running the large ones as well would only cost time.
         """
         self._state = self._programs.insert(self._state, self._layouts.insert.blank())
+        self._state = self._programs.seen(self._state, self._layouts.seen.blank())
+        self._kv = self._programs.copy(self._kv, self._layouts.copy.blank())
+        if self._host:
+            self._kv = self._host.warm_up(self._kv)
         size, prefill = min(self._programs.prefill.items())
         self._step(prefill, self._layouts.prefill[size].blank())
         (_, rows), generate = min(self._programs.generate.items(), key=lambda item: item[0])
@@ -94,6 +113,32 @@ class DeviceExecutor:
             self._prompt_tokens[admission.slot] = admission.prompt_tokens
             self._wants_logprobs[admission.slot] = admission.params.logprobs is not None
         self._state = self._programs.insert(self._state, vector)
+
+    def _count_seen(self, admission: Admission) -> None:
+        layout = self._layouts.seen
+        most = layout.fields["tokens"].size
+        for start in range(0, len(admission.seen), most):
+            tokens = admission.seen[start : start + most]
+            vector = layout.blank()
+            fields = layout.views(vector)
+            fields["tokens"][: len(tokens)] = tokens
+            fields["slot"][...] = admission.slot
+            fields["start"][...] = start
+            fields["length"][...] = len(tokens)
+            fields["prompt_tokens"][...] = admission.prompt_tokens
+            self._state = self._programs.seen(self._state, vector)
+
+    def _copy(self, copies: tuple[PageCopy, ...]) -> None:
+        vector = self._layouts.copy.blank()
+        fields = self._layouts.copy.views(vector)
+        fields["count"][...] = len(copies)
+        fields["pages"][: len(copies)] = copies
+        self._kv = self._programs.copy(self._kv, vector)
+
+    @property
+    def _hosted(self) -> HostBlocks:
+        assert self._host is not None, "pages move to host memory only where it has blocks"
+        return self._host
 
     def _prefill(self, plan: StepPlan) -> steps.Sampled:
         total = plan.prefill_tokens
@@ -123,11 +168,11 @@ class DeviceExecutor:
         vector = layout.blank()
         fields = layout.views(vector)
         fields["active"][list(plan.generate.active)] = 1
-        # A chunk's slot got its whole row of the page table from the prefill.
-        prefilled = {chunk.slot for chunk in plan.chunks}
-        grants = [grant for grant in plan.grants if grant.slot not in prefilled]
-        if grants:
-            fields["grants"][: len(grants)] = np.array(grants, np.int32)
+        if plan.grants:
+            # A chunk's slot gets its whole row of the page table from the prefill, and so will one that has none yet.
+            told = set(plan.generate.active).difference(chunk.slot for chunk in plan.chunks)
+            grants = [grant for grant in plan.grants if grant.slot in told]
+            fields["grants"][: len(grants)] = np.array(grants, np.int32).reshape(-1, 3)
         return self._step(self._programs.generate[plan.generate.steps, rows], vector)
 
     def _logprobs_wanted(self, plan: StepPlan) -> tuple[bool, bool]:
@@ -176,6 +221,8 @@ class _Layouts:
     def __init__(self, sizing: Sizing) -> None:
         rows, pages = sizing.prefill_rows, sizing.pages_per_slot
         self.insert: Layout = states.insert_layout(rows)
+        self.seen: Layout = steps.seen_layout(sizing.prefill_sizes[-1])
+        self.copy: Layout = moves.copy_layout(rows)
         self.prefill = {size: steps.prefill_layout(size, rows, pages) for size in sizing.prefill_sizes}
         self.generate = {size: steps.generate_layout(size) for size in sizing.generate_rows}
 

@@ -173,6 +173,11 @@ class _Form(NamedTuple):
         shape = programs.cache_shape(sizes, self.config.num_layers, self.heads.loaded_kv_heads, self.config.head_dim)
         return jax.ShapeDtypeStruct(shape, self.cache_dtype, sharding=programs.cache_sharding(self.mesh))
 
+    @property
+    def block_sharding(self) -> Sharding | None:
+        """Of a page in host memory; on CPU that is where it is anyway."""
+        return None if self.platform == "cpu" else programs.page_sharding(self.mesh).with_memory_kind("pinned_host")
+
     def put(self, _name: str, spec: ParamSpec, values: NDArray[np.generic]) -> Array:
         """`checkpoint.Place`"""
         return place(np.asarray(values, self.dtype), spec.axes, self.mesh, self.heads)
@@ -296,10 +301,11 @@ def _build(
     """Compiles the program table, hands it to an executor and runs the smallest program of each kind once."""
     started = time.perf_counter()
     hits = COUNTER.cache_hits
-    table = programs.compile_table(list(_table(form, weights, sizes, vocab_limit)), sizes, report)
+    rows = list(_table(form, weights, sizes, vocab_limit))
+    table = programs.compile_table(rows, sizes, report)
     log.info(
         "compiled programs=%d cache_hits=%d seconds=%.1f",
-        1 + len(table.prefill) + len(table.generate),
+        len(rows),
         COUNTER.cache_hits - hits,
         time.perf_counter() - started,
     )
@@ -310,6 +316,7 @@ def _build(
         weights,
         _zeros(functools.partial(state.initial, sizes, form.vocab_size), replicated(form.mesh)),
         _zeros(functools.partial(jnp.zeros, kv.shape, kv.dtype), kv.sharding),
+        blocks=form.block_sharding,
         strict=config.engine.strict_compile,
     )
     report("warming up", 0.0)

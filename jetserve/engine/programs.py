@@ -19,8 +19,8 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from numpy.typing import NDArray
 
+from jetserve.engine import moves, steps
 from jetserve.engine import state as states
-from jetserve.engine import steps
 from jetserve.engine.sizing import Sizing
 from jetserve.models.transformer import Weights
 from jetserve.sharding.budget import ProgramMemory
@@ -32,6 +32,9 @@ _COMPILING_AT_ONCE = min(4, os.cpu_count() or 1)
 
 Insert = Callable[[states.DecodeState, Control], states.DecodeState]
 Step = Callable[[Weights[Array], states.DecodeState, Array, Control], tuple[states.DecodeState, Array, steps.Sampled]]
+Copy = Callable[[Array, Control], Array]
+Save = Callable[[Array, Control], tuple[Array, ...]]
+Load = Callable[[Array, Control, tuple[Array, ...]], Array]
 
 
 class Program(NamedTuple):
@@ -55,12 +58,26 @@ class Program(NamedTuple):
         return jitted.lower(*self.args)
 
 
+class HostPrograms(NamedTuple):
+    """What moves pages between the cache and host memory."""
+
+    save: Save
+    load: Load
+
+
 class CompiledTable(NamedTuple):
-    """What the executor may call: by tokens, and by (steps, rows)."""
+    """What the executor may call: by tokens, and by (steps, rows).
+
+    Attributes:
+      host: only where pages may move to host memory.
+    """
 
     insert: Insert
+    seen: Insert
+    copy: Copy
     prefill: dict[int, Step]
     generate: dict[tuple[int, int], Step]
+    host: HostPrograms | None
 
 
 def cache_shape(sizing: Sizing, layers: int, kv_heads: int, head_dim: int) -> tuple[int, ...]:
@@ -71,6 +88,11 @@ def cache_shape(sizing: Sizing, layers: int, kv_heads: int, head_dim: int) -> tu
 def cache_sharding(mesh: Mesh) -> NamedSharding:
     """A head's keys and values stay on one chip."""
     return NamedSharding(mesh, PartitionSpec(None, None, TENSOR))
+
+
+def page_sharding(mesh: Mesh) -> NamedSharding:
+    """Of one page on its own, [L, K, 2, Z, H]; as in the cache."""
+    return NamedSharding(mesh, PartitionSpec(None, TENSOR))
 
 
 def program_table(
@@ -102,6 +124,15 @@ def program_table(
         donate=(0,),
         out_shardings=whole,
     )
+    seen = sizing.prefill_sizes[-1]
+    yield Program(
+        "seen",
+        functools.partial(steps.seen, tokens=seen),
+        (state, control(steps.seen_layout(seen).size)),
+        donate=(0,),
+        out_shardings=whole,
+    )
+    yield from _page_programs(sizing, mesh, kv)
     for tokens in sizing.prefill_sizes:
         yield Program(
             f"prefill[{tokens}]",
@@ -119,6 +150,28 @@ def program_table(
                 donate=(1, 2),
                 out_shardings=(whole, kv.sharding, whole),
             )
+
+
+def _page_programs(sizing: Sizing, mesh: Mesh, kv: jax.ShapeDtypeStruct) -> Iterator[Program]:
+    def control(size: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((size,), jnp.int32, sharding=replicated(mesh))
+
+    rows = sizing.prefill_rows
+    yield Program(
+        "copy",
+        functools.partial(moves.copy, rows=rows),
+        (kv, control(moves.copy_layout(rows).size)),
+        donate=(0,),
+        out_shardings=kv.sharding,
+    )
+    if not sizing.host_blocks:
+        return
+    layers, _, *rest = kv.shape
+    page = jax.ShapeDtypeStruct((layers, *rest), kv.dtype, sharding=page_sharding(mesh))
+    pages = (page,) * moves.PAGES_PER_CALL
+    which = control(moves.move_layout().size)
+    yield Program("save", moves.save, (kv, which), donate=(), out_shardings=page.sharding)
+    yield Program("load", moves.load, (kv, which, pages), donate=(0,), out_shardings=kv.sharding)
 
 
 def measure(table: list[Program]) -> ProgramMemory:
@@ -146,10 +199,13 @@ def compile_table(table: list[Program], sizing: Sizing, report: Callable[[str, f
             report(f"compiled {pending[future]}", done / len(table))
     return CompiledTable(
         insert=compiled["insert"],
+        seen=compiled["seen"],
+        copy=compiled["copy"],
         prefill={tokens: compiled[f"prefill[{tokens}]"] for tokens in sizing.prefill_sizes},
         generate={
             (count, batch): compiled[f"generate[{count}, {batch}]"]
             for count in sizing.generate_steps
             for batch in sizing.generate_rows
         },
+        host=HostPrograms(compiled["save"], compiled["load"]) if sizing.host_blocks else None,
     )

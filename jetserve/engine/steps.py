@@ -1,4 +1,4 @@
-"""The device programs: `insert`, `prefill[T]` and `generate[N, rows]`. Pure functions of state, cache and control.
+"""The step programs `insert`, `seen`, `prefill[T]` and `generate[N, rows]`: pure functions of state, cache, control.
 
 Forward, logits, sampling and state update are one program each; state and cache are donated. Shapes come from the
 arguments, so that one function serves every size of the program table.
@@ -70,9 +70,31 @@ def generate_layout(rows: int) -> Layout:
     return Layout({"active": Field((rows,), "bool"), "grants": Field((rows * GRANTS_PER_ROW, 3), fill=NOWHERE)})
 
 
+def seen_layout(tokens: int) -> Layout:
+    """Control vector of `seen`: up to `tokens` tokens of one slot, the first of them at position `start`."""
+    return Layout(
+        {
+            "slot": Field((), fill=NOWHERE),
+            "start": Field(()),
+            "length": Field(()),
+            "prompt_tokens": Field(()),
+            "tokens": Field((tokens,)),
+        }
+    )
+
+
 def insert(state: DecodeState, control: Array, *, rows: int) -> DecodeState:
     """Initialises the slots of up to `rows` admissions."""
     return insert_rows(state, insert_layout(rows).unpack(control))
+
+
+def seen(state: DecodeState, control: Array, *, tokens: int) -> DecodeState:
+    """Counts tokens that were prefilled for somebody else; comes between `insert` and the row's first chunk."""
+    told = seen_layout(tokens).unpack(control)
+    at = jnp.arange(tokens)
+    is_prompt = told["start"] + at < told["prompt_tokens"]
+    counts = _count(state.counts, told["slot"], told["tokens"], at < told["length"], is_prompt)
+    return replace(state, counts=counts)
 
 
 def prefill(
@@ -210,10 +232,14 @@ def _count_prompt(state: DecodeState, packed: dict[str, Array], positions: Array
 
     def add(index: Array, counts: Array) -> Array:
         row = order[index]
-        own = packed["token_rows"] == row
         is_prompt = positions < packed["prompt_tokens"][row]
-        # Prompt tokens come before generated ones, so their mark never meets a count.
-        counts = counts.at[here[row], jnp.where(own & is_prompt, packed["tokens"], NOWHERE)].max(1, mode="drop")
-        return counts.at[here[row], jnp.where(own & ~is_prompt, packed["tokens"], NOWHERE)].add(2, mode="drop")
+        return _count(counts, here[row], packed["tokens"], packed["token_rows"] == row, is_prompt)
 
     return replace(state, counts=lax.fori_loop(0, count, add, state.counts))
+
+
+def _count(counts: Array, slot: Array, tokens: Array, own: Array, is_prompt: Array) -> Array:
+    """Adds those of `tokens` that are the slot's own to its counts, as `DecodeState.counts` says."""
+    # Prompt tokens come before generated ones, so their mark never meets a count.
+    counts = counts.at[slot, jnp.where(own & is_prompt, tokens, NOWHERE)].max(1, mode="drop")
+    return counts.at[slot, jnp.where(own & ~is_prompt, tokens, NOWHERE)].add(2, mode="drop")

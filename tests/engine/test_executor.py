@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +19,9 @@ from tests.engine.conftest import Served
 def start(slot: int, prompt: tuple[int, ...] = (1, 2, 3), **params: object) -> StepPlan:
     made = SamplingParams(**{"max_tokens": 20, "temperature": 0.0, **params})  # type: ignore[arg-type]
     return StepPlan(
-        (Admission(slot, made, (), 0, len(prompt)),), (PageGrant(slot, 0, slot + 1),), (Chunk(slot, 0, prompt, True),)
+        (Admission(slot, made, (), 0, len(prompt)),),
+        (PageGrant(slot, 0, slot + 1),),
+        chunks=(Chunk(slot, 0, prompt, True),),
     )
 
 
@@ -29,8 +32,8 @@ def test_more_admissions_than_one_insert_takes(llama: Served) -> None:
     admissions = tuple(plan.admissions[0] for plan in plans)
     chunks = tuple(plan.chunks[0] for plan in plans)
     grants = tuple(plan.grants[0] for plan in plans)
-    llama.executor.execute(StepPlan(admissions, grants, chunks[:3])).result()
-    llama.executor.execute(StepPlan((), (), chunks[3:])).result()
+    llama.executor.execute(StepPlan(admissions, grants, chunks=chunks[:3])).result()
+    llama.executor.execute(StepPlan(chunks=chunks[3:])).result()
     result = llama.executor.execute(StepPlan(generate=Generate(4, 1, (0, 1, 2, 3)))).result()
     assert result.counts.tolist() == [1, 1, 1, 1]
 
@@ -39,7 +42,7 @@ def test_logprobs_come_for_plans_with_a_row_that_wants_them(llama: Served) -> No
     quiet = llama.executor.execute(start(0)).result()
     assert quiet.first_logprobs is None
     plan = start(1, logprobs=2)
-    loud = llama.executor.execute(StepPlan(plan.admissions, plan.grants, plan.chunks, Generate(2, 1, (0,)))).result()
+    loud = llama.executor.execute(replace(plan, generate=Generate(2, 1, (0,)))).result()
     assert loud.first_logprobs is not None
     assert loud.first_logprobs.top_ids.shape == (3, MAX_LOGPROBS)
     assert loud.logprobs is None
@@ -66,7 +69,7 @@ def test_smallest_program_that_holds_the_chunks_is_called(serve: object, llama: 
             prompt = tuple(range(length))
             grants = tuple(PageGrant(0, at, at + 1) for at in range(-(-length // 4)))
             plan = start(0, prompt)
-            executor.execute(StepPlan(plan.admissions, grants, plan.chunks)).result()
+            executor.execute(replace(plan, grants=grants)).result()
     finally:
         executor._programs = whole
     sizes = llama.sizing.prefill_sizes

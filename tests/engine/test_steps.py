@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -50,7 +51,7 @@ def cache(device: Served) -> NDArray[np.float32]:
 
 
 def start(slot: int, prompt: tuple[int, ...], pages: list[int], **params: Any) -> StepPlan:
-    return StepPlan((admission(slot, prompt, **params),), grants(slot, pages), (Chunk(slot, 0, prompt, True),))
+    return StepPlan((admission(slot, prompt, **params),), grants(slot, pages), chunks=(Chunk(slot, 0, prompt, True),))
 
 
 PROMPT = (3, 1, 4, 1, 5, 9)
@@ -68,11 +69,11 @@ def test_last_chunk_samples_and_activates_its_row(device: Served) -> None:
 
 
 def test_chunk_before_the_last_leaves_its_row_idle(device: Served) -> None:
-    run(device, StepPlan((admission(1, PROMPT),), grants(1, [7]), (Chunk(1, 0, PROMPT[:3], False),)))
+    run(device, StepPlan((admission(1, PROMPT),), grants(1, [7]), chunks=(Chunk(1, 0, PROMPT[:3], False),)))
     now = state(device)
     assert not now["active"].any()
     assert (now["length"][1], now["generated"][1]) == (1, 0)
-    [result] = run(device, StepPlan((), (PageGrant(1, 1, 8),), (Chunk(1, 3, PROMPT[3:], True),)))
+    [result] = run(device, StepPlan((), (PageGrant(1, 1, 8),), chunks=(Chunk(1, 3, PROMPT[3:], True),)))
     assert result.first_tokens[0] == np.argmax(device.truth.logits(PROMPT)[-1])
 
 
@@ -87,7 +88,7 @@ def test_chunk_writes_its_pages_and_the_trash_page_only(device: Served) -> None:
 
 def test_first_token_may_be_decoded_from_in_the_same_plan(device: Served) -> None:
     plan = start(3, PROMPT, [7, 8])
-    together = StepPlan(plan.admissions, plan.grants, plan.chunks, Generate(4, 1, (3,)))
+    together = replace(plan, generate=Generate(4, 1, (3,)))
     [result] = run(device, together)
     first = int(np.argmax(device.truth.logits(PROMPT)[-1]))
     second = int(np.argmax(device.truth.logits([*PROMPT, first])[-1]))
@@ -116,7 +117,7 @@ def test_generate_leaves_rows_alone_that_are_not_named(device: Served) -> None:
 def test_granted_page_is_there_for_the_step_of_its_plan(device: Served) -> None:
     prompt = PROMPT[:PAGE]
     run(device, start(1, prompt, [7]))
-    run(device, StepPlan((), (PageGrant(1, 1, 30),), (), Generate(2, 1, (1,))))
+    run(device, StepPlan(grants=(PageGrant(1, 1, 30),), generate=Generate(2, 1, (1,))))
     now = state(device)
     assert now["page_table"][1, :2].tolist() == [7, 30]
     assert (cache(device)[:, 30, :, :, 0] != 8.25).all()
@@ -150,7 +151,7 @@ def test_counts_hold_prompt_marks_and_generated_numbers(device: Served) -> None:
     untouched = state(device)["counts"][2]
     run(
         device,
-        StepPlan((own, other), (*grants(1, [7, 8]), *grants(2, [9, 10])), (Chunk(1, 0, prompt[:3], False),)),
+        StepPlan((own, other), (*grants(1, [7, 8]), *grants(2, [9, 10])), chunks=(Chunk(1, 0, prompt[:3], False),)),
         StepPlan(chunks=(Chunk(1, 3, (prompt[3], *again), True), Chunk(2, 0, PROMPT, True))),
     )
     run(device, StepPlan(generate=Generate(4, 1, (1, 2))))
@@ -177,10 +178,9 @@ def test_chunks_packed_together_equal_chunks_alone(device: Served) -> None:
     ]
     plans = [start(slot, prompt, [40 + 5 * slot + at for at in range(5)]) for slot, prompt in enumerate(prompts)]
     packed = StepPlan(
-        *(
-            tuple(item for plan in plans for item in part(plan))
-            for part in (lambda plan: plan.admissions, lambda plan: plan.grants, lambda plan: plan.chunks)
-        )
+        admissions=tuple(item for plan in plans for item in plan.admissions),
+        grants=tuple(item for plan in plans for item in plan.grants),
+        chunks=tuple(item for plan in plans for item in plan.chunks),
     )
     [together] = run(device, packed)
     assert together.first_tokens[:3].tolist() == [int(result.first_tokens[0]) for result in alone]

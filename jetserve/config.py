@@ -90,7 +90,9 @@ class SchedulerSettings(_Section):
     ageing: Positive = Field(
         16, description="of so many admissions one goes to whoever waits longest, whatever its priority or prefix"
     )
-    ttft_target_ms: PositiveMilliseconds | None = Field(None, description="time to first token that prompts should meet")
+    ttft_target_ms: PositiveMilliseconds | None = Field(
+        None, description="time to first token that prompts should meet"
+    )
     tpot_target_ms: PositiveMilliseconds | None = Field(
         None, description="time between two tokens that running requests should meet; chunks are cut to keep it"
     )

@@ -15,7 +15,7 @@ from jetserve.config import Config
 from jetserve.errors import ConfigError
 from tests.links import ROOT
 
-SECTIONS = ("model", "mesh", "engine", "scheduler", "server")
+SECTIONS = ("model", "mesh", "engine", "scheduler", "kv_events", "server")
 
 
 def write(folder: Path, text: str) -> Path:
@@ -78,7 +78,7 @@ def test_settings_are_yaml(setting: str, section: str, field: str, value: object
         ("engine.slot=8", "unknown setting engine.slot; did you mean engine.slots?"),
         ("engin.slots=8", "unknown setting engin; did you mean engine?"),
         ("slots=8", "unknown setting slots"),
-        ("zzzz=8", "unknown setting zzzz; sections are model, mesh, engine, scheduler, server"),
+        ("zzzz=8", "unknown setting zzzz; sections are model, mesh, engine, scheduler, kv_events, server"),
         ("engine.slots.more=8", "engine.slots"),
         ("engine=8", "engine=8: must be a section of settings"),
         ("engine.slots=true", "engine.slots=True: Input should be a valid integer"),
@@ -99,7 +99,15 @@ def test_settings_are_yaml(setting: str, section: str, field: str, value: object
         ("model.name=", "model.name: Input should be a valid string"),
         ("model.name=''", "model.name='': String should have at least 1 character"),
         ("mesh.tensor=0", "mesh.tensor=0"),
+        ("engine.host_kv_bytes=-1", "engine.host_kv_bytes=-1: Input should be greater than or equal to 0"),
+        ("engine.prefix_cache=1.5", "engine.prefix_cache=1.5: Input should be a valid boolean"),
         ("scheduler.max_waiting_requests=0", "scheduler.max_waiting_requests=0"),
+        ("scheduler.policy=lifo", "scheduler.policy='lifo': Input should be 'fcfs' or 'longest_prefix'"),
+        ("scheduler.ageing=0", "scheduler.ageing=0: Input should be greater than or equal to 1"),
+        ("scheduler.ttft_target_ms=0", "scheduler.ttft_target_ms=0: Input should be greater than 0"),
+        ("scheduler.tpot_target_ms=soon", "scheduler.tpot_target_ms='soon': Input should be a valid number"),
+        ("kv_events.encoding=json", "kv_events.encoding='json': Input should be 'map' or 'array'"),
+        ("kv_events.endpoint=''", "kv_events.endpoint='': String should have at least 1 character"),
         ("scheduler.default_timeout_seconds=0", "scheduler.default_timeout_seconds=0: Input should be greater than 0"),
         ("server.grpc_port=65536", "server.grpc_port=65536: Input should be less than or equal to 65535"),
         ("server.http_port=-1", "server.http_port=-1"),

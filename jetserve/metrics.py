@@ -11,16 +11,15 @@ from __future__ import annotations
 import re
 import socket
 import time
-from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from itertools import accumulate
 from typing import Literal, NamedTuple
 
 import prometheus_client
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector, CollectorRegistry
-from prometheus_client.utils import floatToGoString
+
+from jetserve.exposition import Family, Histogram, counter, gauge, histogram
 
 CONTENT_TYPE = prometheus_client.CONTENT_TYPE_LATEST
 FinishedReason = Literal["stop", "length", "abort", "timeout", "error"]
@@ -47,12 +46,36 @@ _JETSTREAM_FIRST_TOKEN_SECONDS = _FIRST_TOKEN_SECONDS[:16]
 _JETSTREAM_TOKEN_SECONDS = _TOKEN_SECONDS[:13]
 
 
+class KvRecord(NamedTuple):
+    """The prefix cache and its host memory after a step. What happened is counted since the start.
+
+    Attributes:
+      pages_free: of the pool, that nobody holds.
+      cached_pages: of the pool, that the cache holds, in use or not.
+      evicted_pages: that left the pool's part of the cache, to host memory or for good.
+      queried_tokens, cached_tokens: of prompts that were looked up, and found; once for each sample, when it first got
+        a slot, so that a resumed one does not count again. `host_cached_tokens` of them came from host memory.
+    """
+
+    pages_free: int = 0
+    cached_pages: int = 0
+    evicted_pages: int = 0
+    host_pages_used: int = 0
+    host_pages_total: int = 0
+    host_saved_pages: int = 0
+    host_loaded_pages: int = 0
+    queried_tokens: int = 0
+    cached_tokens: int = 0
+    host_cached_tokens: int = 0
+
+
 class StepRecord(NamedTuple):
     """One step of the engine, and how things stand after it. An idle engine reports its last step with zeros.
 
     Attributes:
       running, waiting: requests in slots, and queued.
-      prefill_tokens, generated_tokens, preemptions: of this step alone.
+      pages_used: that cannot be had: running requests have them or share them.
+      prefill_tokens, generated_tokens, preemptions, padded_tokens: of this step alone.
       device_seconds: from the step's dispatch to its result; host_seconds: what the engine thread computed for it.
     """
 
@@ -67,6 +90,8 @@ class StepRecord(NamedTuple):
     preemptions: int
     device_seconds: float
     host_seconds: float
+    padded_tokens: int = 0
+    kv: KvRecord = KvRecord()
 
 
 _NOTHING = StepRecord(0, 0, 0, 0, 0, 0, 0, 0, 0, 0.0, 0.0)
@@ -77,6 +102,7 @@ class RequestRecord(NamedTuple):
 
     Attributes:
       generated_tokens: of all n samples together.
+      cached_tokens: of the prompt, that the first of its samples found cached.
       scheduled_seconds, first_token_seconds: None when it never came so far.
     """
 
@@ -103,34 +129,20 @@ class ModelRecord(NamedTuple):
     startup_seconds: float
 
 
-class _Histogram:
-    """Counts by bucket. Bounds are the union of what the faces show, so that one observation feeds them all."""
-
-    __slots__ = ("bounds", "counts", "total")
-
-    def __init__(self, *faces: Sequence[float]) -> None:
-        self.bounds = sorted({bound for face in faces for bound in face})
-        self.counts = [0] * (len(self.bounds) + 1)  # the last one is above all bounds
-        self.total = 0.0
-
-    def observe(self, value: float, times: int = 1) -> None:
-        self.counts[bisect_left(self.bounds, value)] += times
-        self.total += value * times
-
-
 @dataclass
 class _Steps:
     """Engine thread only."""
 
-    tokens: _Histogram = field(default_factory=lambda: _Histogram(_STEP_TOKENS))
-    device_seconds: _Histogram = field(default_factory=lambda: _Histogram(_STEP_SECONDS))
-    host_seconds: _Histogram = field(default_factory=lambda: _Histogram(_STEP_SECONDS))
-    first_token_seconds: _Histogram = field(default_factory=lambda: _Histogram(_FIRST_TOKEN_SECONDS))
-    inter_token_seconds: _Histogram = field(default_factory=lambda: _Histogram(_TOKEN_SECONDS))
+    tokens: Histogram = field(default_factory=lambda: Histogram(_STEP_TOKENS))
+    device_seconds: Histogram = field(default_factory=lambda: Histogram(_STEP_SECONDS))
+    host_seconds: Histogram = field(default_factory=lambda: Histogram(_STEP_SECONDS))
+    first_token_seconds: Histogram = field(default_factory=lambda: Histogram(_FIRST_TOKEN_SECONDS))
+    inter_token_seconds: Histogram = field(default_factory=lambda: Histogram(_TOKEN_SECONDS))
     last: StepRecord = _NOTHING
     prefill_tokens: int = 0
     generated_tokens: int = 0
     preemptions: int = 0
+    padded_tokens: int = 0
     compilations: int = 0
 
 
@@ -138,29 +150,28 @@ class _Steps:
 class _RequestSeconds:
     """How long the parts of finished requests took."""
 
-    total: _Histogram = field(default_factory=lambda: _Histogram(_REQUEST_SECONDS, _JETSTREAM_REQUEST_SECONDS))
-    queue: _Histogram = field(default_factory=lambda: _Histogram(_REQUEST_SECONDS, _JETSTREAM_WAIT_SECONDS))
-    inference: _Histogram = field(default_factory=lambda: _Histogram(_REQUEST_SECONDS))
-    prefill: _Histogram = field(default_factory=lambda: _Histogram(_REQUEST_SECONDS))
-    decode: _Histogram = field(default_factory=lambda: _Histogram(_REQUEST_SECONDS))
-    per_output_token: _Histogram = field(default_factory=lambda: _Histogram(_TOKEN_SECONDS))
-    per_prefill_token: _Histogram = field(default_factory=lambda: _Histogram(_JETSTREAM_PREFILL_SECONDS))
+    total: Histogram = field(default_factory=lambda: Histogram(_REQUEST_SECONDS, _JETSTREAM_REQUEST_SECONDS))
+    queue: Histogram = field(default_factory=lambda: Histogram(_REQUEST_SECONDS, _JETSTREAM_WAIT_SECONDS))
+    inference: Histogram = field(default_factory=lambda: Histogram(_REQUEST_SECONDS))
+    prefill: Histogram = field(default_factory=lambda: Histogram(_REQUEST_SECONDS))
+    decode: Histogram = field(default_factory=lambda: Histogram(_REQUEST_SECONDS))
+    per_output_token: Histogram = field(default_factory=lambda: Histogram(_TOKEN_SECONDS))
+    per_prefill_token: Histogram = field(default_factory=lambda: Histogram(_JETSTREAM_PREFILL_SECONDS))
 
 
 @dataclass
 class _Requests:
     """What finished requests were."""
 
-    prompt: _Histogram = field(default_factory=lambda: _Histogram(_TOKENS, _JETSTREAM_INPUT_TOKENS))
-    generated: _Histogram = field(default_factory=lambda: _Histogram(_TOKENS))
-    max_tokens: _Histogram = field(default_factory=lambda: _Histogram(_TOKENS))
-    computed: _Histogram = field(default_factory=lambda: _Histogram(_TOKENS))
-    samples: _Histogram = field(default_factory=lambda: _Histogram(_SAMPLES))
-    preemptions: _Histogram = field(default_factory=lambda: _Histogram(_PREEMPTIONS))
+    prompt: Histogram = field(default_factory=lambda: Histogram(_TOKENS, _JETSTREAM_INPUT_TOKENS))
+    generated: Histogram = field(default_factory=lambda: Histogram(_TOKENS))
+    max_tokens: Histogram = field(default_factory=lambda: Histogram(_TOKENS))
+    computed: Histogram = field(default_factory=lambda: Histogram(_TOKENS))
+    samples: Histogram = field(default_factory=lambda: Histogram(_SAMPLES))
+    preemptions: Histogram = field(default_factory=lambda: Histogram(_PREEMPTIONS))
     by_reason: dict[FinishedReason, int] = field(default_factory=lambda: dict.fromkeys(_REASONS, 0))
-    queried_tokens: int = 0
-    cached_tokens: int = 0
     rejected: int = 0
+    shed: int = 0
 
 
 class Metrics(Collector):
@@ -205,6 +216,7 @@ class Metrics(Collector):
         steps.prefill_tokens += record.prefill_tokens
         steps.generated_tokens += record.generated_tokens
         steps.preemptions += record.preemptions
+        steps.padded_tokens += record.padded_tokens
         steps.tokens.observe(tokens)
         steps.device_seconds.observe(record.device_seconds)
         steps.host_seconds.observe(record.host_seconds)
@@ -225,6 +237,10 @@ class Metrics(Collector):
         """Counts a request that the full queue turned away."""
         self._requests.rejected += 1
 
+    def request_shed(self) -> None:
+        """Counts a request that was given up because it could not have met its limits; it has ended as well."""
+        self._requests.shed += 1
+
     def request_finished(self, record: RequestRecord) -> None:
         """Counts a request that was admitted to the queue and has ended."""
         requests, seconds = self._requests, self._seconds
@@ -234,8 +250,6 @@ class Metrics(Collector):
         requests.max_tokens.observe(record.max_tokens)
         requests.samples.observe(record.n)
         requests.preemptions.observe(record.preemptions)
-        requests.queried_tokens += record.prompt_tokens
-        requests.cached_tokens += record.cached_tokens
         seconds.total.observe(record.finished_seconds - record.arrival_seconds)
         scheduled, first = record.scheduled_seconds, record.first_token_seconds
         if scheduled is None:
@@ -270,10 +284,10 @@ class Metrics(Collector):
             lines.extend([f"{name} {value!r}\n" for name, value in zip(family.rendered, family.values(), strict=True)])
         return "".join(lines).encode()
 
-    def _faces(self) -> list[_Family]:
+    def _faces(self) -> list[Family]:
         return [*self._gauges(), *self._counters(), *self._histograms()]
 
-    def _gauges(self) -> Iterator[_Family]:
+    def _gauges(self) -> Iterator[Family]:
         vllm, jetstream, idx = self._vllm, self._jetstream, {**self._jetstream, "idx": "0"}
         steps = self._steps
 
@@ -283,78 +297,113 @@ class Metrics(Collector):
         running, waiting = last(lambda r: r.running), last(lambda r: r.waiting)
         slots = last(lambda r: r.slots_used / r.slots_total if r.slots_total else 0.0)
         pages = last(lambda r: r.pages_used / r.pages_total if r.pages_total else 0.0)
-        yield _gauge("vllm:num_requests_running", "Requests in slots.", vllm, running)
-        yield _gauge("vllm:num_requests_waiting", "Requests in the queue.", vllm, waiting)
-        yield _Family(
+        yield gauge("vllm:num_requests_running", "Requests in slots.", vllm, running)
+        yield gauge("vllm:num_requests_waiting", "Requests in the queue.", vllm, waiting)
+        yield Family(
             "vllm:num_requests_waiting_by_reason",
             "gauge",
             "Requests in the queue, by why they wait.",
             [("", {**vllm, "reason": "capacity"}), ("", {**vllm, "reason": "deferred"})],
             lambda: [steps.last.waiting, 0],
         )
-        yield _gauge("vllm:kv_cache_usage_perc", "Part of the KV pages in use, 0 to 1.", vllm, pages)
-        yield _gauge("vllm:engine_sleep_state", "1 for the state the engine is in.", {**vllm, "sleep_state": "awake"},
+        yield gauge("vllm:kv_cache_usage_perc", "Part of the KV pages in use, 0 to 1; cached ones are free to take.",
+                    vllm, pages)  # fmt: skip
+        yield gauge("vllm:engine_sleep_state", "1 for the state the engine is in.", {**vllm, "sleep_state": "awake"},
                      lambda: 1)  # fmt: skip
         adapters = {"max_lora": "0", "running_lora_adapters": ""}
-        yield _gauge("vllm:lora_requests_info", "Adapters in use; the value is a Unix time.",
+        yield gauge("vllm:lora_requests_info", "Adapters in use; the value is a Unix time.",
                      {**adapters, "waiting_lora_adapters": ""}, lambda: self._started_seconds)  # fmt: skip
         shape = {"block_size": str(self._model.page_size), "num_gpu_blocks": str(self._model.pages_total)}
-        yield _gauge("vllm:cache_config_info", "Shape of the KV cache.", {**shape, "engine": "0"}, lambda: 1)
-        yield _gauge("jetstream_prefill_backlog_size", "Requests waiting for their prefill.", jetstream, waiting)
-        yield _gauge("jetstream_transfer_backlog_size", "Prefilled requests to be moved: none, prefill is in place.",
+        yield gauge("vllm:cache_config_info", "Shape of the KV cache.", {**shape, "engine": "0"}, lambda: 1)
+        yield gauge("jetstream_prefill_backlog_size", "Requests waiting for their prefill.", jetstream, waiting)
+        yield gauge("jetstream_transfer_backlog_size", "Prefilled requests to be moved: none, prefill is in place.",
                      idx, lambda: 0)  # fmt: skip
-        yield _gauge("jetstream_generate_backlog_size", "Prefilled requests without a slot: none, a slot comes first.",
+        yield gauge("jetstream_generate_backlog_size", "Prefilled requests without a slot: none, a slot comes first.",
                      idx, lambda: 0)  # fmt: skip
-        yield _gauge("jetstream_slots_used_percentage", "Part of the slots in use, 0 to 1.", idx, slots)
-        yield _gauge("jetstream_model_load_time", "Seconds that loading took, compilation included.", jetstream,
+        yield gauge("jetstream_slots_used_percentage", "Part of the slots in use, 0 to 1.", idx, slots)
+        yield gauge("jetstream_model_load_time", "Seconds that loading took, compilation included.", jetstream,
                      lambda: self._model.load_seconds)  # fmt: skip
-        yield _gauge("jetstream_server_startup_latency", "Seconds from start to readiness.", jetstream,
+        yield gauge("jetstream_server_startup_latency", "Seconds from start to readiness.", jetstream,
                      lambda: self._model.startup_seconds)  # fmt: skip
-        yield _gauge("num_requests_waiting", "Requests in the queue (JetStream's name).", jetstream, waiting)
-        yield _gauge("kv_cache_utilization_perc", "Part of the KV pages in use (JetStream's name).", jetstream, pages)
-        yield _gauge("lora_request_info", "Adapters loaded (JetStream's name).", {**jetstream, **adapters},
+        yield gauge("num_requests_waiting", "Requests in the queue (JetStream's name).", jetstream, waiting)
+        yield gauge("kv_cache_utilization_perc", "Part of the KV pages in use (JetStream's name).", jetstream, pages)
+        yield gauge("lora_request_info", "Adapters loaded (JetStream's name).", {**jetstream, **adapters},
                      lambda: self._started_seconds)  # fmt: skip
-        yield _Family("jetserve_slots", "gauge", "Slots, by state.", _states(vllm), self._slots)
-        yield _Family("jetserve_kv_pages", "gauge", "KV pages, by state.", _states(vllm), self._pages)
+        yield Family("jetserve_slots", "gauge", "Slots, by state.", _states(vllm, "used", "free"), self._slots)
+        yield Family("jetserve_kv_pages", "gauge", "KV pages: used by requests, cached for the next ones, free.",
+                     _states(vllm, "used", "cached", "free"), self._pages)  # fmt: skip
+        yield gauge("jetserve_prefix_pages", "KV pages that the prefix cache holds, those in use too.", vllm,
+                    last(lambda r: r.kv.cached_pages))  # fmt: skip
+        yield Family("jetserve_host_kv_pages", "gauge", "KV pages of host memory, by state.",
+                     _states(vllm, "used", "free"), self._host_pages)  # fmt: skip
 
     def _slots(self) -> list[float]:
         used = self._steps.last.slots_used
         return [used, (self._steps.last.slots_total or self._model.slots_total) - used]
 
     def _pages(self) -> list[float]:
-        used = self._steps.last.pages_used
-        return [used, (self._steps.last.pages_total or self._model.pages_total) - used]
+        last = self._steps.last
+        if not last.pages_total:
+            return [0, 0, self._model.pages_total]
+        return [last.pages_used, last.pages_total - last.pages_used - last.kv.pages_free, last.kv.pages_free]
 
-    def _counters(self) -> Iterator[_Family]:
+    def _host_pages(self) -> list[float]:
+        kv = self._steps.last.kv
+        return [kv.host_pages_used, kv.host_pages_total - kv.host_pages_used]
+
+    def _counters(self) -> Iterator[Family]:
         vllm, steps, requests = self._vllm, self._steps, self._requests
         by_reason = requests.by_reason
-        yield _counter("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", vllm,
-                       lambda: requests.queried_tokens)  # fmt: skip
-        yield _counter("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache.", vllm,
-                       lambda: requests.cached_tokens)  # fmt: skip
-        yield _counter("vllm:external_prefix_cache_queries", "Always 0: there is no outside cache.", vllm, lambda: 0)
-        yield _counter("vllm:external_prefix_cache_hits", "Always 0: there is no outside cache.", vllm, lambda: 0)
-        yield _counter("vllm:num_preemptions", "Sequences preempted.", vllm, lambda: steps.preemptions)
-        yield _counter("vllm:prompt_tokens", "Tokens prefilled.", vllm, lambda: steps.prefill_tokens)
-        yield _counter("vllm:prompt_tokens_cached", "Prompt tokens that need no prefill.", vllm,
-                       lambda: requests.cached_tokens)  # fmt: skip
-        yield _counter("vllm:generation_tokens", "Tokens generated.", vllm, lambda: steps.generated_tokens)
-        yield _Family(
+        yield from self._cache_counters()
+        yield counter("vllm:num_preemptions", "Sequences preempted.", vllm, lambda: steps.preemptions)
+        yield counter("vllm:prompt_tokens", "Prompt tokens prefilled, or found cached.", vllm,
+                      lambda: steps.prefill_tokens + steps.last.kv.cached_tokens)  # fmt: skip
+        yield counter("vllm:generation_tokens", "Tokens generated.", vllm, lambda: steps.generated_tokens)
+        yield Family(
             "vllm:request_success",
             "counter",
             "Requests that ended, by how.",
             [("_total", {**vllm, "finished_reason": reason}) for reason in _REASONS],
             lambda: [by_reason[reason] for reason in _REASONS],
         )
-        yield _counter("vllm:admission_rejections", "Requests a full queue refused.", vllm, lambda: requests.rejected)
-        yield _counter("jetstream_request_success_count", "Requests completed.", self._jetstream,
-                       lambda: by_reason["stop"] + by_reason["length"])  # fmt: skip
-        yield _counter("jetserve_compilations_after_warmup", "Programs compiled after warm-up: should stay 0.", vllm,
-                       lambda: steps.compilations)  # fmt: skip
+        yield counter("vllm:admission_rejections", "Requests a full queue refused.", vllm, lambda: requests.rejected)
+        yield counter("jetserve_shed_requests", "Requests given up: they could not meet their limits.", vllm,
+                      lambda: requests.shed)  # fmt: skip
+        yield counter("jetserve_prefill_padded_tokens", "Padding that was prefilled beside prompt tokens.", vllm,
+                      lambda: steps.padded_tokens)  # fmt: skip
+        yield counter("jetstream_request_success_count", "Requests completed.", self._jetstream,
+                      lambda: by_reason["stop"] + by_reason["length"])  # fmt: skip
+        yield counter("jetserve_compilations_after_warmup", "Programs compiled after warm-up: should stay 0.", vllm,
+                      lambda: steps.compilations)  # fmt: skip
 
-    def _histograms(self) -> Iterator[_Family]:
+    def _cache_counters(self) -> Iterator[Family]:
+        """As vLLM counts: what the cache on the device does not have is asked of the one outside, here host memory."""
+        steps = self._steps
+
+        def last(read: Callable[[KvRecord], int]) -> Callable[[], float]:
+            return lambda: read(steps.last.kv)
+
+        def missed(kv: KvRecord) -> int:
+            return kv.queried_tokens - (kv.cached_tokens - kv.host_cached_tokens) if kv.host_pages_total else 0
+
+        reads: tuple[tuple[str, str, Callable[[KvRecord], int]], ...] = (
+            ("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", lambda kv: kv.queried_tokens),
+            ("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache on the device.",
+             lambda kv: kv.cached_tokens - kv.host_cached_tokens),
+            ("vllm:external_prefix_cache_queries", "Prompt tokens looked up in host memory.", missed),
+            ("vllm:external_prefix_cache_hits", "Prompt tokens found in host memory.",
+             lambda kv: kv.host_cached_tokens),
+            ("vllm:prompt_tokens_cached", "Prompt tokens that needed no prefill.", lambda kv: kv.cached_tokens),
+            ("jetserve_prefix_evicted_pages", "Cached pages that made room.", lambda kv: kv.evicted_pages),
+            ("jetserve_host_kv_saved_pages", "Pages moved to host memory.", lambda kv: kv.host_saved_pages),
+            ("jetserve_host_kv_loaded_pages", "Pages brought back from host memory.", lambda kv: kv.host_loaded_pages),
+        )  # fmt: skip
+        for name, text, read in reads:
+            yield counter(name, text, self._vllm, last(read))
+
+    def _histograms(self) -> Iterator[Family]:
         steps, seconds, requests = self._steps, self._seconds, self._requests
-        for name, text, histogram, bounds in (
+        for name, text, observed, bounds in (
             ("vllm:time_to_first_token_seconds", "Arrival to first token.", steps.first_token_seconds, None),
             ("vllm:inter_token_latency_seconds", "Token to token.", steps.inter_token_seconds, None),
             ("vllm:request_time_per_output_token_seconds", "Mean of a request.", seconds.per_output_token, None),
@@ -374,8 +423,8 @@ class Metrics(Collector):
             ("jetserve_step_device_seconds", "Dispatch to result of a step.", steps.device_seconds, None),
             ("jetserve_step_host_seconds", "Host work of a step.", steps.host_seconds, None),
         ):
-            yield _histogram(name, text, self._vllm, histogram, bounds)
-        for name, text, histogram, bounds in (
+            yield histogram(name, text, self._vllm, observed, bounds)
+        for name, text, observed, bounds in (
             ("queue_duration", "Seconds a request waits.", seconds.queue, _JETSTREAM_WAIT_SECONDS),
             ("request_input_length", "Prompt tokens of a request.", requests.prompt, _JETSTREAM_INPUT_TOKENS),
             ("request_output_length", "Tokens generated for a request.", requests.generated, None),
@@ -386,62 +435,8 @@ class Metrics(Collector):
             ("time_per_request", "Arrival to end.", seconds.total, _JETSTREAM_REQUEST_SECONDS),
             ("wait_time_per_request", "Seconds in no slot.", seconds.queue, _JETSTREAM_WAIT_SECONDS),
         ):  # fmt: skip
-            yield _histogram(f"jetstream_{name}", text, self._jetstream, histogram, bounds)
+            yield histogram(f"jetstream_{name}", text, self._jetstream, observed, bounds)
 
 
-class _Family:
-    """One metric family: fixed series, and a function that reads their values in the same order."""
-
-    __slots__ = ("header", "help", "kind", "name", "rendered", "series", "values")
-
-    def __init__(
-        self,
-        name: str,
-        kind: Literal["gauge", "counter", "histogram"],
-        text: str,
-        series: Sequence[tuple[str, dict[str, str]]],
-        values: Callable[[], list[float]],
-    ) -> None:
-        """Takes series as (suffix of the sample's name, labels)."""
-        self.name, self.kind, self.help, self.values = name, kind, text, values
-        self.series = [(name + suffix, labels) for suffix, labels in series]
-        exposed = f"{name}_total" if kind == "counter" else name
-        self.header = f"# HELP {exposed} {text}\n# TYPE {exposed} {kind}\n"
-        self.rendered = [_render(sample, labels) for sample, labels in self.series]
-
-
-def _gauge(name: str, text: str, labels: dict[str, str], read: Callable[[], float]) -> _Family:
-    return _Family(name, "gauge", text, [("", labels)], lambda: [read()])
-
-
-def _counter(name: str, text: str, labels: dict[str, str], read: Callable[[], float]) -> _Family:
-    return _Family(name, "counter", text, [("_total", labels)], lambda: [read()])
-
-
-def _histogram(
-    name: str, text: str, labels: dict[str, str], histogram: _Histogram, bounds: Sequence[float] | None
-) -> _Family:
-    """Shows a histogram under some of its bounds; all of them when None."""
-    shown = histogram.bounds if bounds is None else bounds
-    places = [histogram.bounds.index(bound) for bound in shown]
-    bounds_text = [str(floatToGoString(bound)) for bound in (*shown, float("inf"))]  # type: ignore[no-untyped-call]
-    series = [("_bucket", {**labels, "le": text}) for text in bounds_text]
-
-    def values() -> list[float]:
-        cumulative = list(accumulate(histogram.counts))
-        count = cumulative[-1]
-        return [*[cumulative[place] for place in places], count, count, histogram.total]
-
-    return _Family(name, "histogram", text, [*series, ("_count", labels), ("_sum", labels)], values)
-
-
-def _states(labels: dict[str, str]) -> list[tuple[str, dict[str, str]]]:
-    return [("", {**labels, "state": state}) for state in ("used", "free")]
-
-
-def _render(name: str, labels: dict[str, str]) -> str:
-    escaped = (
-        (key, text.replace("\\", r"\\").replace("\n", r"\n").replace('"', r"\"")) for key, text in labels.items()
-    )
-    pairs = ",".join(f'{key}="{text}"' for key, text in sorted(escaped))
-    return f"{name}{{{pairs}}}"
+def _states(labels: dict[str, str], *states: str) -> list[tuple[str, dict[str, str]]]:
+    return [("", {**labels, "state": state}) for state in states]

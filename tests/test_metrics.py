@@ -6,10 +6,22 @@ import prometheus_client
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from jetserve.metrics import Metrics, ModelRecord, RequestRecord, StepRecord
+from jetserve.metrics import KvRecord, Metrics, ModelRecord, RequestRecord, StepRecord
 
 IDLE = StepRecord(0, 0, 0, 256, 0, 1000, 0, 0, 0, 0.0, 0.0)
-STEP = StepRecord(3, 2, 4, 8, 25, 100, 40, 3, 1, 0.004, 0.0003)
+KV = KvRecord(
+    pages_free=15,
+    cached_pages=70,
+    evicted_pages=6,
+    host_pages_used=5,
+    host_pages_total=9,
+    host_saved_pages=12,
+    host_loaded_pages=7,
+    queried_tokens=1000,
+    cached_tokens=300,
+    host_cached_tokens=100,
+)
+STEP = StepRecord(3, 2, 4, 8, 25, 100, 40, 3, 1, 0.004, 0.0003, 24, KV)
 REQUEST = RequestRecord("stop", 100, 11, 20, 64, 1, 10.0, 10.25, 11.25, 13.25, 2)
 
 # name -> kind and labels beside the universal ones; shared/protocols.md 2.2, from vLLM 0.32.
@@ -143,6 +155,9 @@ def test_jetstream_family_has_its_kind_and_labels(name):
 def test_no_family_is_there_but_the_listed_ones_and_ours():
     ours = {"jetserve_compilations_after_warmup", "jetserve_slots", "jetserve_kv_pages", "jetserve_step_device_seconds"}
     ours |= {"jetserve_step_host_seconds", "vllm:lora_requests_info", "vllm:cache_config_info"}
+    ours |= {"jetserve_prefix_pages", "jetserve_prefix_evicted_pages", "jetserve_prefill_padded_tokens"}
+    ours |= {"jetserve_host_kv_pages", "jetserve_host_kv_saved_pages", "jetserve_host_kv_loaded_pages"}
+    ours |= {"jetserve_shed_requests"}
     assert set(scrape(Metrics("m"))) == set(VLLM) | set(JETSTREAM) | ours
 
 
@@ -180,14 +195,48 @@ def test_step_shows_under_both_names():
     assert value(metrics, "vllm:kv_cache_usage_perc") == value(metrics, "kv_cache_utilization_perc") == 0.25
     assert value(metrics, "jetstream_slots_used_percentage") == 0.5
     assert value(metrics, "jetserve_slots", state="free") == 4
-    assert value(metrics, "jetserve_kv_pages", state="used") == 25
-    assert value(metrics, "vllm:prompt_tokens_total") == 40
+    assert value(metrics, "vllm:prompt_tokens_total") == 40 + 300
     assert value(metrics, "vllm:generation_tokens_total") == 3
     assert value(metrics, "vllm:num_preemptions_total") == 1
     assert value(metrics, "vllm:iteration_tokens_total_sum") == 43
     assert value(metrics, "vllm:iteration_tokens_total_bucket", le="32.0") == 0
     assert value(metrics, "vllm:iteration_tokens_total_bucket", le="64.0") == 1
     assert value(metrics, "jetserve_step_device_seconds_sum") == 0.004
+    assert value(metrics, "jetserve_prefill_padded_tokens_total") == 24
+
+
+def test_kv_pages_are_used_cached_or_free():
+    metrics = Metrics("m")
+    metrics.model_loaded(
+        ModelRecord(page_size=16, pages_total=99, slots_total=4, load_seconds=1.0, startup_seconds=1.0)
+    )
+    states = ("used", "cached", "free")
+    assert [value(metrics, "jetserve_kv_pages", state=state) for state in states] == [0, 0, 99]
+    metrics.step_finished(STEP)
+    assert [value(metrics, "jetserve_kv_pages", state=state) for state in states] == [25, 60, 15]
+    assert value(metrics, "jetserve_prefix_pages") == 70  # 60 to be had, and 10 of those in use
+    assert [value(metrics, "jetserve_host_kv_pages", state=state) for state in ("used", "free")] == [5, 4]
+
+
+def test_cache_counters_are_the_engines_totals_as_vllm_splits_them():
+    """1000 tokens asked: the device had 200; the other 800 were asked of host memory, which had 100."""
+    metrics = Metrics("m")
+    metrics.step_finished(STEP)
+    metrics.step_finished(IDLE._replace(kv=KV))
+    expected = {
+        "vllm:prefix_cache_queries_total": 1000,
+        "vllm:prefix_cache_hits_total": 200,
+        "vllm:external_prefix_cache_queries_total": 800,
+        "vllm:external_prefix_cache_hits_total": 100,
+        "vllm:prompt_tokens_cached_total": 300,
+        "jetserve_prefix_evicted_pages_total": 6,
+        "jetserve_host_kv_saved_pages_total": 12,
+        "jetserve_host_kv_loaded_pages_total": 7,
+    }
+    assert {name: value(metrics, name) for name in expected} == expected
+    metrics.step_finished(IDLE._replace(kv=KV._replace(host_pages_total=0, host_cached_tokens=0)))
+    assert value(metrics, "vllm:prefix_cache_hits_total") == 300
+    assert value(metrics, "vllm:external_prefix_cache_queries_total") == 0
 
 
 def test_idle_report_zeroes_the_gauges_and_counts_no_step():
@@ -219,9 +268,6 @@ def test_finished_request_is_split_into_its_times():
         "vllm:request_params_max_tokens_sum": 64,
         "vllm:request_prefill_kv_computed_tokens_sum": 80,
         "vllm:request_num_preemptions_sum": 2,
-        "vllm:prompt_tokens_cached_total": 20,
-        "vllm:prefix_cache_hits_total": 20,
-        "vllm:prefix_cache_queries_total": 100,
         "jetstream_request_success_count_total": 1,
     }
     assert {name: value(metrics, name) for name in expected} == pytest.approx(expected)
@@ -259,8 +305,11 @@ def test_value_on_a_bound_is_below_it():
 def test_rejections_and_compilations_are_counted():
     metrics = Metrics("m")
     metrics.request_rejected()
+    metrics.request_shed()
+    metrics.request_shed()
     metrics.compiled_after_warmup(2)
     assert value(metrics, "vllm:admission_rejections_total") == 1
+    assert value(metrics, "jetserve_shed_requests_total") == 2
     assert value(metrics, "jetserve_compilations_after_warmup_total") == 2
 
 

@@ -1,14 +1,49 @@
-"""How long a step takes, by its shape. Host side; imports no jax."""
+"""How long a step takes, by its shape: a prior, what is learnt from measured steps, a guess for what was not seen.
+
+A step's time is a sum: a part of every step, one per compiled prefill and generate program, and one per position that
+prompt and decoded tokens attend to. `StepTimes` is that sum, `LinearCost` learns its terms. Host side; imports no jax.
+"""
 
 from __future__ import annotations
 
-from typing import Protocol
+import bisect
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
 
 from jetserve.engine.plan import StepShape
+from jetserve.engine.sizing import Sizing
+
+_DISPATCH_SECONDS = 2e-4  # of one step, before anything was measured
+_LEAST_SECONDS = 1e-12  # a term of the prior is never 0: terms are learnt as multiples of it
+
+# What the filter of `LinearCost` believes, in natural logarithms: 0.1 is about 10 %.
+_SCALE_DEVIATION = 3.0  # of all terms together: the prior may be wrong by a factor of 20, or of 400 now and then
+_TERM_DEVIATION = 1.0  # of each term beside the others
+_NOISE_DEVIATION = 0.15  # of one measurement
+_FAR_DEVIATIONS = 3.0  # a measurement further off counts the less, the further it is
+_FAR_ERROR = 1.0  # and so does one that is off by this much, whatever is believed
+_TRUSTED = 3  # the first ones set the scale, however far off
+_LEAST_VARIANCE = 1e-12
+_LEAST_GAIN = 0.005  # a measurement corrects its prediction by this part at least: 200 of them are remembered
+_RELEARN_GAIN = 0.3  # the same once so many far ones in a row, on one side, say that times have changed
+_RELEARN_AFTER = 6
+_MEASURED_AFTER = 16
+
+_STEP, _PREFILL_POSITION, _GENERATE_POSITION, _FIRST_PROGRAM = range(4)  # places of terms in a vector
 
 
 class StepCost(Protocol):
     """Predicts step times and learns from those that were measured."""
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether predictions rest on measurements rather than on a prior."""
+        ...
 
     def seconds(self, shape: StepShape) -> float:
         """Of one step with this shape."""
@@ -17,3 +52,253 @@ class StepCost(Protocol):
     def observe(self, shape: StepShape, seconds: float) -> None:
         """Takes in that a step with this shape took so long."""
         ...
+
+
+class Weight(NamedTuple):
+    """So much of one term, by its index."""
+
+    term: int
+    amount: float
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimes:
+    """Seconds of the terms of a step.
+
+    Attributes:
+      step: of every step: dispatch, and what the device does whatever it runs.
+      prefill: by the program's tokens.
+      generate: by the program's (steps, rows).
+      prefill_position, generate_position: for one token to attend to one position, over all layers.
+    """
+
+    step: float
+    prefill: Mapping[int, float]
+    generate: Mapping[tuple[int, int], float]
+    prefill_position: float
+    generate_position: float
+
+
+def nominal_times(sizing: Sizing) -> StepTimes:
+    """For when nothing is known: time grows with the tokens, and starting a program costs as much as 32 of them."""
+    token_seconds = 1e-4
+    return StepTimes(
+        step=_DISPATCH_SECONDS,
+        prefill={tokens: token_seconds * (32 + tokens) for tokens in sizing.prefill_sizes},
+        generate={
+            (steps, rows): steps * token_seconds * (32 + rows)
+            for steps in sizing.generate_steps
+            for rows in sizing.generate_rows
+        },
+        prefill_position=token_seconds * 1e-4,
+        generate_position=token_seconds * 1e-4,
+    )
+
+
+class ProgramWork(NamedTuple):
+    """Of one program on one chip, as the compiler counts it; 0 where it does not say."""
+
+    flops: float
+    bytes_accessed: float
+
+
+class ModelWork(NamedTuple):
+    """Of a model on one chip.
+
+    Attributes:
+      parameters: that this chip multiplies with.
+      kv_bytes_per_token: keys and values of one position in all layers.
+      attention_flops_per_position: for one token to attend to one position, in all layers.
+    """
+
+    parameters: int
+    weight_bytes: int
+    kv_bytes_per_token: int
+    attention_flops_per_position: int
+
+
+def prior_times(
+    prefill: Mapping[int, ProgramWork],
+    generate: Mapping[tuple[int, int], ProgramWork],
+    model: ModelWork,
+    *,
+    flops_per_second: float,
+    bytes_per_second: float,
+) -> StepTimes:
+    """What the chip's peaks allow: of multiplying and of moving bytes, whichever takes longer.
+
+    The compiler counts the body of a loop once, be it the layers of a stacked model or the steps of `generate`. So no
+    program takes less than multiplying each token with each parameter, and reading the weights once a step.
+    """
+
+    def seconds(work: ProgramWork, tokens: int, steps: int = 1) -> float:
+        flops = max(work.flops, 2.0 * model.parameters * tokens * steps)
+        moved = max(work.bytes_accessed, float(model.weight_bytes * steps))
+        return max(flops / flops_per_second, moved / bytes_per_second)
+
+    return StepTimes(
+        step=_DISPATCH_SECONDS,
+        prefill={tokens: seconds(work, tokens) for tokens, work in prefill.items()},
+        generate={(steps, rows): seconds(work, rows, steps) for (steps, rows), work in generate.items()},
+        # The tokens of a chunk read a position together, rows that decode each their own.
+        prefill_position=model.attention_flops_per_position / flops_per_second,
+        generate_position=max(
+            model.attention_flops_per_position / flops_per_second, model.kv_bytes_per_token / bytes_per_second
+        ),
+    )
+
+
+class LinearCost:
+    """Learns the terms of `StepTimes` from measured steps.
+
+    An extended Kalman filter over the logarithms of the terms: they stay positive, and an error is one by a factor, as
+    those of priors are. The terms are believed to be wrong together first (one scale), then each by itself, so the
+    first measurements of one program correct the others too. Two things differ from the textbook: a measurement far off
+    counts as one at three deviations, so that a hiccup moves little, and the gain never falls below a floor, so that
+    what was learnt long ago fades, only in what is measured again. When measurement after measurement is far off on the
+    same side, times have changed, and the floor is raised until predictions fit.
+
+    Sizes that are not among the prior's are predicted on the line through the two nearest ones.
+    """
+
+    def __init__(self, prior: StepTimes) -> None:
+        self._table = _Table(prior)
+        self._terms = self._table.initial(prior)
+        self._seconds: list[float] = self._terms.tolist()
+        count = len(self._terms)
+        self._covariance = np.full((count, count), _SCALE_DEVIATION**2) + np.eye(count) * _TERM_DEVIATION**2
+        self._observations = 0
+        self._astray = 0  # far measurements in a row; negative for those below their prediction
+
+    @property
+    def is_measured(self) -> bool:
+        return self._observations >= _MEASURED_AFTER
+
+    @property
+    def observations(self) -> int:
+        return self._observations
+
+    @property
+    def times(self) -> StepTimes:
+        """The terms as learnt so far."""
+        return self._table.times(self._seconds)
+
+    def seconds(self, shape: StepShape) -> float:
+        """Of one step with this shape. Never below the part that every step has."""
+        table, seconds = self._table, self._seconds
+        size, prefill_context, rows, steps, generate_context = shape
+        total = least = seconds[_STEP]
+        total += seconds[_PREFILL_POSITION] * prefill_context + seconds[_GENERATE_POSITION] * generate_context
+        if size:
+            at = table.prefill.get(size)
+            total += seconds[at] if at is not None else _sum(table.prefill_weights(size), seconds)
+        if steps:
+            at = table.generate.get((steps, rows))
+            total += seconds[at] if at is not None else _sum(table.generate_weights(steps, rows), seconds)
+        return total if total > least else least
+
+    def observe(self, shape: StepShape, seconds: float) -> None:
+        """Takes in that a step with this shape took so long. A time that is not above 0 is none."""
+        if not (math.isfinite(seconds) and seconds > 0):
+            return
+        self._observations += 1
+        # The part of the prediction that each term is: the slope of its logarithm by theirs.
+        slope = self._table.weights(shape) * self._terms
+        predicted = max(float(slope.sum()), self._seconds[_STEP])
+        slope /= predicted
+        reach = self._covariance @ slope
+        variance = max(float(slope @ reach), _LEAST_VARIANCE)
+        error = math.log(seconds / predicted)
+        doubt = self._doubt(error, variance)
+        gain = _LEAST_GAIN
+        if abs(self._astray) >= _RELEARN_AFTER:
+            doubt, gain = 1.0, _RELEARN_GAIN
+        noise = _NOISE_DEVIATION**2
+        widened = max(variance, noise * gain / (1 - gain))
+        growth = widened / variance
+        spread = (widened + noise) * doubt * doubt
+        self._terms = self._terms * np.exp(reach * (growth * error / spread))
+        # Widened along `slope` alone (directional forgetting), then narrowed by the measurement.
+        self._covariance += np.multiply.outer(reach, reach) * ((growth - 1) / variance - growth * growth / spread)
+        self._seconds = self._terms.tolist()
+
+    def _doubt(self, error: float, variance: float) -> float:
+        """By how much an error exceeds what is believed of one; 1 when it does not. Counts those that do."""
+        limit = min(_FAR_DEVIATIONS * math.sqrt(variance + _NOISE_DEVIATION**2), _FAR_ERROR)
+        far = abs(error) / limit
+        if far <= 1 or self._observations <= _TRUSTED:
+            self._astray -= (self._astray > 0) - (self._astray < 0)
+            return 1.0
+        side = 1 if error > 0 else -1
+        self._astray = self._astray + side if self._astray * side >= 0 else side
+        return far
+
+
+class _Table:
+    """Which term is where in the vectors of `LinearCost`."""
+
+    def __init__(self, prior: StepTimes) -> None:
+        self._sizes = tuple(sorted(prior.prefill))
+        self._steps = tuple(sorted({steps for steps, _ in prior.generate}))
+        self._rows = tuple(sorted({rows for _, rows in prior.generate}))
+        self.prefill = {size: _FIRST_PROGRAM + at for at, size in enumerate(self._sizes)}
+        first = _FIRST_PROGRAM + len(self.prefill)
+        programs = ((steps, rows) for steps in self._steps for rows in self._rows)
+        self.generate = {program: first + at for at, program in enumerate(programs)}
+
+    def initial(self, prior: StepTimes) -> NDArray[np.float64]:
+        programs = [prior.prefill[size] for size in self.prefill] + [prior.generate[key] for key in self.generate]
+        terms = [prior.step, prior.prefill_position, prior.generate_position, *programs]
+        return np.maximum(terms, _LEAST_SECONDS)
+
+    def times(self, seconds: list[float]) -> StepTimes:
+        return StepTimes(
+            step=seconds[_STEP],
+            prefill={size: seconds[at] for size, at in self.prefill.items()},
+            generate={program: seconds[at] for program, at in self.generate.items()},
+            prefill_position=seconds[_PREFILL_POSITION],
+            generate_position=seconds[_GENERATE_POSITION],
+        )
+
+    def weights(self, shape: StepShape) -> NDArray[np.float64]:
+        """How often each term is in a step of this shape."""
+        found = np.zeros(_FIRST_PROGRAM + len(self.prefill) + len(self.generate))
+        found[_STEP] = 1.0
+        found[_PREFILL_POSITION] = shape.prefill_context
+        found[_GENERATE_POSITION] = shape.generate_context
+        if shape.prefill_size:
+            for term, amount in self.prefill_weights(shape.prefill_size):
+                found[term] += amount
+        if shape.generate_steps:
+            for term, amount in self.generate_weights(shape.generate_steps, shape.generate_rows):
+                found[term] += amount
+        return found
+
+    def prefill_weights(self, size: int) -> list[Weight]:
+        return [Weight(self.prefill[near], amount) for near, amount in _between(self._sizes, size)]
+
+    def generate_weights(self, steps: int, rows: int) -> list[Weight]:
+        return [
+            Weight(self.generate[near_steps, near_rows], by_steps * by_rows)
+            for near_steps, by_steps in _between(self._steps, steps)
+            for near_rows, by_rows in _between(self._rows, rows)
+        ]
+
+
+def _sum(weights: list[Weight], seconds: list[float]) -> float:
+    return sum(seconds[term] * amount for term, amount in weights)
+
+
+def _between(sizes: tuple[int, ...], value: int) -> list[tuple[int, float]]:
+    """The sizes around a value and how much of each makes it, on a line; beyond the ends on the line of the last two.
+
+    Example: sizes (32, 128), value 56 is three quarters of 32 and a quarter of 128.
+    """
+    if value in sizes:
+        return [(value, 1.0)]
+    if len(sizes) == 1:
+        return [(sizes[0], value / sizes[0])]
+    at = min(max(bisect.bisect(sizes, value), 1), len(sizes) - 1)
+    low, high = sizes[at - 1], sizes[at]
+    part = (value - low) / (high - low)
+    return [(low, 1.0 - part), (high, part)]

@@ -90,7 +90,8 @@ class _Pages:
 
     def page(self, page: int) -> NDArray[np.int64]:
         _require(self._cells[page, 0, 0] != _UNWRITTEN, f"{page=} is saved or copied, and holds nothing")
-        return self._cells[page].copy()
+        cells: NDArray[np.int64] = self._cells[page].copy()
+        return cells
 
     def save(self, block: int, cells: NDArray[np.int64]) -> None:
         self._blocks[block] = cells

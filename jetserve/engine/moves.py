@@ -5,7 +5,6 @@ The cache is kv[L, P, K, 2, Z, H]. One page of it, on its way to or from host me
 
 from __future__ import annotations
 
-import jax.numpy as jnp
 from jax import Array, lax
 
 from jetserve.engine.control import Field, Layout
@@ -32,7 +31,8 @@ def copy(kv: Array, control: Array, *, rows: int) -> Array:
     sources, targets = told["pages"].T
 
     def read(row: Array, held: Array) -> Array:
-        return lax.dynamic_update_index_in_dim(held, _page(kv, sources[row]), row, 0)
+        now: Array = lax.dynamic_update_index_in_dim(held, _page(kv, sources[row]), row, 0)
+        return now
 
     def write(row: Array, kv: Array) -> Array:
         return _with_page(kv, targets[row], lax.dynamic_index_in_dim(held, row, 0, keepdims=False))
@@ -68,4 +68,5 @@ def _page(kv: Array, page: Array) -> Array:
 
 
 def _with_page(kv: Array, page: Array, values: Array) -> Array:
-    return lax.dynamic_update_index_in_dim(kv, jnp.asarray(values), page, _PAGE_AXIS)
+    now: Array = lax.dynamic_update_index_in_dim(kv, values, page, _PAGE_AXIS)
+    return now

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jetserve.engine.fake import ContractViolation, FakeExecutor, FreeExecutor
-from jetserve.engine.plan import Admission, Chunk, Generate, PageGrant, StepPlan
+from jetserve.engine.plan import Admission, Chunk, Generate, HostMove, PageCopy, PageGrant, StepPlan
 from jetserve.engine.sizing import Sizing
 from jetserve.request import SamplingParams
 
@@ -22,6 +22,7 @@ SIZING = Sizing(
     prefill_tokens=8,
     generate_rows=(1, 2, 4),
     generate_steps=(1, 3),
+    host_blocks=2,
 )
 
 
@@ -173,3 +174,172 @@ def test_free_executor_samples_as_the_fake_does() -> None:
             assert a.counts.tolist() == b.counts.tolist()
             for row, count in enumerate(a.counts.tolist()):
                 assert np.array_equal(a.tokens[:count, row], b.tokens[:count, row])
+
+
+# Sequences that share pages. The writer is in slot 0 with six prompt tokens in pages 1 and 2; others come behind it.
+PROMPT = (1, 2, 3, 4, 5, 6)
+
+
+def written() -> FakeExecutor:
+    """Its tokens hang on all tokens before."""
+    fake = FakeExecutor(SIZING, 10, next_token=lambda tokens, _: sum(at * token for at, token in enumerate(tokens)) % 9)
+    fake.execute(planned((admission(0, 6),), (PageGrant(0, 0, 1), PageGrant(0, 1, 2)), (Chunk(0, 0, PROMPT, True),)))
+    return fake
+
+
+def cached(slot: int, tokens: int, prompt_tokens: int = 6, **changes: Any) -> Admission:
+    seen = changes.pop("seen", ())
+    return admission(slot, prompt_tokens, **changes)._replace(cached=tokens, seen=seen)
+
+
+def hit(tokens: int, grants: tuple[PageGrant, ...], prompt: tuple[int, ...] = PROMPT, **moves: Any) -> StepPlan:
+    """A prompt of slot 1 of which so many tokens are cached."""
+    return planned((cached(1, tokens, len(prompt)),), grants, (Chunk(1, tokens, prompt[tokens:], True),), **moves)
+
+
+SHARED = (PageGrant(1, 0, 1), PageGrant(1, 1, 3))  # page 1 is the writer's, page 3 is new
+COPIED = (PageCopy(2, 3),)
+
+
+@pytest.mark.parametrize("end", [(6,), (9, 9)])
+@pytest.mark.parametrize("tokens", [4, 5])
+def test_row_reads_cached_tokens_from_shared_and_copied_pages(tokens: int, end: tuple[int, ...]) -> None:
+    prompt = (*PROMPT[:5], *end)
+    right = written().execute(hit(0, (PageGrant(1, 0, 4), PageGrant(1, 1, 5)), prompt)).result()
+    found = written().execute(hit(tokens, SHARED, prompt, copies=COPIED if tokens > 4 else ())).result()
+    assert found.first_tokens.tolist() == right.first_tokens.tolist()
+
+
+def test_writer_and_reader_of_a_page_decode_side_by_side() -> None:
+    alone, fake = written(), written()
+    fake.execute(hit(5, SHARED, copies=COPIED))
+    for _ in range(2):
+        right = alone.execute(planned(generate=Generate(1, 1, (0,)))).result()
+        result = fake.execute(planned(generate=Generate(2, 1, (0, 1)))).result()
+        assert result.tokens[0].tolist() == [right.tokens[0, 0]] * 2
+
+
+def test_page_may_be_copied_from_and_granted_to_somebody_else_in_a_plan() -> None:
+    """The writer has left, its first page is shared and its second one given away."""
+    fake = written()
+    plan = hit(5, SHARED, copies=COPIED)
+    plan = planned(
+        (*plan.admissions, admission(0, 1)),
+        (*SHARED, PageGrant(0, 0, 2)),
+        (*plan.chunks, Chunk(0, 0, (8,), True)),
+        copies=COPIED,
+    )
+    right = written().execute(hit(5, SHARED, copies=COPIED)).result()
+    assert fake.execute(plan).result().first_tokens[0] == right.first_tokens[0]
+
+
+def test_pages_go_to_host_memory_and_come_back() -> None:
+    """Both pages leave, somebody else overwrites them, and they come back elsewhere, one of them to be copied."""
+    fake = written()
+    fake.execute(
+        planned(
+            (admission(0, 5),),
+            (PageGrant(0, 0, 1), PageGrant(0, 1, 2)),
+            (Chunk(0, 0, (9,) * 5, True),),
+            saves=(HostMove(1, 0), HostMove(2, 1)),
+        )
+    )
+    fake.execute(planned((cached(1, 5),), loads=(HostMove(4, 0), HostMove(5, 1))))
+    grants = (PageGrant(1, 0, 4), PageGrant(1, 1, 6))
+    warm = fake.execute(
+        planned(grants=grants, chunks=(Chunk(1, 5, PROMPT[5:], True),), copies=(PageCopy(5, 6),))
+    ).result()
+    assert warm.first_tokens.tolist() == written().execute(hit(4, SHARED)).result().first_tokens.tolist()
+
+
+def test_load_reads_its_block_before_the_save_of_the_same_plan() -> None:
+    fake = written()
+    fake.execute(planned((admission(2, 1),), saves=(HostMove(1, 0),)))
+    fake.execute(planned((admission(2, 1),), saves=(HostMove(2, 0),), loads=(HostMove(4, 0),)))
+    fake.execute(hit(4, (PageGrant(1, 0, 4), PageGrant(1, 1, 5))))
+
+
+def test_seen_tokens_must_be_those_of_the_pages() -> None:
+    def plan(seen: tuple[int, ...], **params: Any) -> StepPlan:
+        return planned((cached(1, 4, seen=seen, **params),), SHARED, (Chunk(1, 4, PROMPT[4:], True),))
+
+    written().execute(plan(PROMPT[:4], frequency_penalty=0.5))
+    for seen, params, message in (
+        ((1, 2, 3, 9), {"repetition_penalty": 2.0}, "other tokens"),
+        ((), {"presence_penalty": 1.0}, "0 tokens seen, not 4"),
+        (PROMPT[:4], {}, "4 tokens seen, not 0"),
+    ):
+        with pytest.raises(ContractViolation, match=message):
+            written().execute(plan(seen, **params))
+
+
+TWO_LOADS = (HostMove(4, 0), HostMove(4, 0))
+
+
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [
+        (hit(6, SHARED), "nothing is left to prefill"),
+        (hit(4, SHARED, (1, 2, 3, 4, 5, 6), copies=(PageCopy(1, 2), PageCopy(1, 4), PageCopy(1, 5))), "at most 2 are"),
+        (planned((cached(1, 4),), SHARED, (Chunk(1, 0, PROMPT, True),)), "starts at 0"),
+        (planned((cached(1, 4),), (), (Chunk(1, 4, PROMPT[4:], True),)), "begins with 0 pages"),
+        # Wrong pages: never written, written up to 2, of another place, and right tokens behind another prefix.
+        (hit(4, (PageGrant(1, 0, 5), PageGrant(1, 1, 3))), "nothing was written at cached position 0"),
+        (hit(4, (PageGrant(1, 0, 2), PageGrant(1, 1, 3)), (5, 6, 1, 1, 1)), "behind another prefix"),
+        # The end of a prefix is shared and not copied, or the copy is missing.
+        (hit(6, (PageGrant(1, 0, 1), PageGrant(1, 1, 2)), (*PROMPT, 7)), "is no copy"),
+        (hit(5, SHARED), "nothing was written at cached position 4"),
+        (hit(5, SHARED, copies=(PageCopy(7, 3),)), "holds nothing"),
+        (hit(5, SHARED, copies=(PageCopy(2, 0),)), "trash"),
+        (hit(5, SHARED, copies=(PageCopy(9, 3),)), "no such page"),
+        (hit(5, SHARED, copies=(PageCopy(3, 3),)), "to itself"),
+        (hit(5, SHARED, copies=COPIED * 2), "copied to one"),
+        (hit(4, SHARED, saves=(HostMove(1, 2),)), "no such block"),
+        (hit(4, SHARED, saves=(HostMove(0, 1),)), "trash"),
+        (hit(4, SHARED, saves=(HostMove(8, 1),)), "holds nothing"),
+        (hit(4, SHARED, saves=(HostMove(1, 1), HostMove(2, 1))), "to one block"),
+        (hit(4, SHARED, loads=(HostMove(4, 0),)), "nothing was saved"),
+        (hit(4, SHARED, saves=(HostMove(1, 0),), loads=(HostMove(4, 0),)), "nothing was saved"),
+    ],
+)
+def test_broken_sharing_is_refused(plan: StepPlan, message: str) -> None:
+    with pytest.raises(ContractViolation, match=message):
+        written().execute(plan)
+
+
+def test_prompt_cannot_use_pages_that_its_own_plan_loads() -> None:
+    fake = written()
+    fake.execute(planned((admission(2, 1),), saves=(HostMove(1, 0),)))
+    with pytest.raises(ContractViolation, match="nothing was written"):
+        fake.execute(hit(4, (PageGrant(1, 0, 4), PageGrant(1, 1, 3)), loads=(HostMove(4, 0),)))
+    with pytest.raises(ContractViolation, match="to one page"):
+        fake.execute(planned((admission(2, 1),), loads=TWO_LOADS))
+
+
+def test_prompt_cannot_use_pages_that_its_own_plan_writes() -> None:
+    fake = FakeExecutor(SIZING, 10)
+    with pytest.raises(ContractViolation, match="nothing was written"):
+        fake.execute(
+            planned(
+                (admission(0, 4), cached(1, 4, 5)),
+                (PageGrant(0, 0, 1), *SHARED),
+                (Chunk(0, 0, PROMPT[:4], True), Chunk(1, 4, (5,), True)),
+            )
+        )
+
+
+@pytest.mark.parametrize(
+    "thief",
+    [
+        planned((admission(2, 1),), (PageGrant(2, 0, 1),), (Chunk(2, 0, PROMPT[:1], True),)),  # the same token, even
+        planned((admission(2, 1),), copies=(PageCopy(2, 1),)),
+        planned((admission(2, 1),), loads=(HostMove(1, 0),)),
+    ],
+)
+def test_shared_page_that_is_written_under_a_reader_is_found(thief: StepPlan) -> None:
+    fake = written()
+    fake.execute(planned((admission(2, 1),), saves=(HostMove(1, 0),)))
+    fake.execute(hit(4, SHARED))
+    fake.execute(thief)
+    with pytest.raises(ContractViolation, match=r"page=1 .* somebody else"):
+        fake.execute(planned(generate=Generate(2, 1, (1,))))

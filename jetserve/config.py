@@ -7,6 +7,7 @@ What follows from settings, model and chips together is computed once, in `engin
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Hashable, Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -22,6 +23,7 @@ Positive = Annotated[Whole, Field(ge=1)]
 PositiveSeconds = Annotated[float, Field(strict=True, gt=0)]
 PositiveMilliseconds = Annotated[float, Field(strict=True, gt=0)]
 Sizes = Annotated[tuple[Positive, ...], Field(min_length=1)]
+_ZMQ_ADDRESS = re.compile(r"tcp://(?:\[[^\]]+\]|[^:\[\]/;\s]+):(?:\*|(?P<port>[0-9]{1,5}))|ipc://\S+")
 
 
 class _Section(BaseModel):
@@ -128,11 +130,33 @@ class KvEventsSettings(_Section):
     """Events about cached KV blocks for routers, in vLLM's ZMQ format. Off unless there is an endpoint."""
 
     endpoint: str | None = Field(None, min_length=1, description="ZMQ address to publish on, as in tcp://*:5557")
-    replay_endpoint: str | None = Field(None, min_length=1, description="ZMQ address that repeats missed batches")
+    replay_endpoint: str | None = Field(
+        None, min_length=1, description="ZMQ address that repeats missed batches, as in tcp://*:6557"
+    )
     topic: str = Field("", description="first frame of each message; llm-d wants kv@<pod address>@<model>")
     encoding: Literal["map", "array"] = Field("map", description="of an event; array is for older routers")
-    buffer_steps: Positive = Field(10_000, description="batches kept for replay")
-    high_water_mark: Positive = Field(100_000, description="messages ZMQ queues for a slow subscriber")
+    buffer_steps: Positive = Field(10_000, description="batches kept for replay; about 4 bytes a token in them")
+    high_water_mark: Positive = Field(100_000, description="messages kept for a slow subscriber; the rest it misses")
+
+    @pydantic.field_validator("endpoint", "replay_endpoint")
+    @classmethod
+    def _is_an_address(cls, address: str | None) -> str | None:
+        if address is not None and address:
+            found = _ZMQ_ADDRESS.fullmatch(address)
+            if found is None or int(found["port"] or 0) > 65535:
+                raise ValueError(
+                    "must be tcp://address:port or ipc:///path, as in tcp://*:5557; port * takes a free one"
+                )
+        return address
+
+    @pydantic.model_validator(mode="after")
+    def _replays_what_is_published(self) -> KvEventsSettings:
+        if self.replay_endpoint is not None:
+            if self.endpoint is None:
+                raise ValueError("replay_endpoint repeats what endpoint publishes; set endpoint too")
+            if self.replay_endpoint == self.endpoint and not self.endpoint.endswith((":*", ":0")):
+                raise ValueError(f"endpoint and replay_endpoint are both {self.endpoint}; give each a port of its own")
+        return self
 
 
 class Config(_Section):
@@ -157,7 +181,7 @@ def load(
       overrides: dotted path -> value, from command-line flags; None values are left out. They win over all.
     Raises: ConfigError naming the path, the value and what would be right.
     """
-    tree = _read(file) if file is not None else {}
+    tree = read_mapping(file) if file is not None else {}
     for text in settings:
         path, equals, value = text.partition("=")
         if not equals or not path.strip():
@@ -183,7 +207,11 @@ def path_of(name: str) -> str:
     return found[0] if len(found) == 1 else name
 
 
-def _read(file: Path) -> dict[str, Any]:
+def read_mapping(file: Path) -> dict[str, Any]:
+    """Reads a YAML file that holds a mapping; keys without a value are left out.
+
+    Raises: ConfigError when it cannot be read, is not YAML, holds a key twice or no mapping.
+    """
     try:
         tree = _yaml(file.read_text(encoding="utf-8"))
     except OSError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import replace
 
 import jax
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 
 from jetserve.engine.executor import DeviceExecutor
-from jetserve.engine.plan import Admission, Chunk, Generate, PageGrant, StepPlan
+from jetserve.engine.plan import Admission, Chunk, Generate, HostMove, PageCopy, PageGrant, StepPlan
 from jetserve.request import MAX_LOGPROBS, SamplingParams
 from tests.engine.conftest import Served
 
@@ -53,6 +54,60 @@ def test_logprobs_come_for_plans_with_a_row_that_wants_them(llama: Served) -> No
     # The slot is somebody else's now.
     llama.executor.execute(start(1)).result()
     assert llama.executor.execute(StepPlan(generate=Generate(2, 1, (0, 1)))).result().logprobs is None
+
+
+def test_row_may_be_granted_all_its_pages_before_its_first_chunk(llama: Served) -> None:
+    """More pages than a generate could be told of: the row's prefill brings them."""
+    executor = llama.executor
+    executor.execute(start(0)).result()
+    prompt = tuple(range(50))
+    [admitted] = start(1, prompt).admissions
+    grants = tuple(PageGrant(1, at, 20 + at) for at in range(13))
+    executor.execute(StepPlan((admitted,), grants, generate=Generate(2, 1, (0,)))).result()
+    executor.execute(StepPlan(chunks=(Chunk(1, 0, prompt[:32], False),), generate=Generate(2, 1, (0,)))).result()
+    result = executor.execute(StepPlan(chunks=(Chunk(1, 32, prompt[32:], True),))).result()
+    assert result.first_tokens[0] == np.argmax(llama.truth.logits(prompt)[-1])
+
+
+def test_copies_read_their_sources_before_chunks_write_them(llama: Served) -> None:
+    """The source of a copy is granted to somebody else in the same plan."""
+    executor = llama.executor
+    prompt, other = (5, 6, 7, 8, 9), (60, 61, 62, 63)
+    executor.execute(start(0, prompt[:4])).result()
+    warm = start(1, prompt).admissions[0]._replace(cached=3)
+    [thief] = start(2, other).admissions
+    plan = StepPlan(
+        (warm, thief),
+        (PageGrant(1, 0, 9), PageGrant(1, 1, 10), PageGrant(2, 0, 1)),
+        copies=(PageCopy(1, 9),),
+        chunks=(Chunk(2, 0, other, True), Chunk(1, 3, prompt[3:], True)),
+    )
+    first_tokens = executor.execute(plan).result().first_tokens
+    right = [int(np.argmax(llama.truth.logits(tokens)[-1])) for tokens in (other, prompt)]
+    assert first_tokens[:2].tolist() == right
+
+
+def test_plans_without_moves_and_seen_tokens_call_no_program_for_them(llama: Served) -> None:
+    executor, called = llama.executor, []
+    whole = executor._programs
+
+    def counted(name: str) -> Callable[..., object]:
+        return lambda *arguments: called.append(name) or getattr(whole, name)(*arguments)  # type: ignore[func-returns-value]
+
+    executor._programs = whole._replace(copy=counted("copy"), seen=counted("seen"))  # type: ignore[arg-type]
+    try:
+        executor.execute(start(0)).result()
+        assert called == []
+        warm = start(1, tuple(range(50)), presence_penalty=0.5).admissions[0]._replace(cached=40, seen=(1,) * 40)
+        executor.execute(StepPlan((warm,), copies=(PageCopy(1, 9), PageCopy(1, 8)))).result()
+        assert called == ["seen", "seen", "copy"]
+    finally:
+        executor._programs = whole
+
+
+def test_pages_cannot_move_where_host_memory_has_no_blocks(llama: Served) -> None:
+    with pytest.raises(AssertionError, match="only where it has blocks"):
+        llama.executor.execute(StepPlan(saves=(HostMove(1, 0),)))
 
 
 def test_smallest_program_that_holds_the_chunks_is_called(serve: object, llama: Served) -> None:

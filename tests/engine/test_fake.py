@@ -283,7 +283,7 @@ TWO_LOADS = (HostMove(4, 0), HostMove(4, 0))
         (hit(4, SHARED, (1, 2, 3, 4, 5, 6), copies=(PageCopy(1, 2), PageCopy(1, 4), PageCopy(1, 5))), "at most 2 are"),
         (planned((cached(1, 4),), SHARED, (Chunk(1, 0, PROMPT, True),)), "starts at 0"),
         (planned((cached(1, 4),), (), (Chunk(1, 4, PROMPT[4:], True),)), "begins with 0 pages"),
-        # Wrong pages: never written, written up to 2, of another place, and right tokens behind another prefix.
+        # A page that was never written, and one that is not at its place.
         (hit(4, (PageGrant(1, 0, 5), PageGrant(1, 1, 3))), "nothing was written at cached position 0"),
         (hit(4, (PageGrant(1, 0, 2), PageGrant(1, 1, 3)), (5, 6, 1, 1, 1)), "behind another prefix"),
         # The end of a prefix is shared and not copied, or the copy is missing.

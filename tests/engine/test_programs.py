@@ -27,13 +27,17 @@ def test_cache_and_state_are_overwritten_in_place(served: Served) -> None:
         memory = program.memory_analysis()
         assert memory.alias_size_in_bytes >= cache_bytes + state_bytes
         assert memory.temp_size_in_bytes < cache_bytes / 4
-    assert table.insert.memory_analysis().alias_size_in_bytes >= state_bytes
+    for program in (table.insert, table.seen):
+        assert program.memory_analysis().alias_size_in_bytes >= state_bytes
+    memory = table.copy.memory_analysis()
+    assert memory.alias_size_in_bytes == cache_bytes
+    assert memory.temp_size_in_bytes < 2 * cache_bytes * served.sizing.prefill_rows / served.sizing.pages
 
 
 def test_no_program_copies_the_cache(served: Served) -> None:
     shape = ",".join(map(str, served.executor._kv.shape))
     table = served.executor._programs
-    for program in (*table.prefill.values(), *table.generate.values()):
+    for program in (*table.prefill.values(), *table.generate.values(), table.copy):
         text = program.as_text()
         assert f"f32[{shape}]" in text
         assert not re.search(rf"= f32\[{shape}\]\S* (copy|convert|transpose|concatenate|select)\(", text)

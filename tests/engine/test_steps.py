@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from dataclasses import replace
 from typing import Any
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from jetserve.engine.plan import Admission, Chunk, Generate, PageGrant, StepPlan, StepResult
+from jetserve.engine.plan import Admission, Chunk, Generate, PageCopy, PageGrant, StepPlan, StepResult
 from jetserve.kernels import TRASH_PAGE
 from jetserve.request import SamplingParams
 from tests.engine.conftest import Served
@@ -167,6 +168,71 @@ def test_counts_hold_prompt_marks_and_generated_numbers(device: Served) -> None:
     assert difference[newest] in (2, 4)
     assert set(np.unique(difference)) <= {0, 2, 4}
     np.testing.assert_array_equal(now["counts"][2], untouched)
+
+
+PENALTY = {"frequency_penalty": 0.1, "repetition_penalty": 1.2}
+
+
+@pytest.mark.parametrize(("cached", "generated"), [(1, 0), (32, 0), (33, 0), (47, 0), (47, 20), (47, 46)])
+def test_seen_tokens_count_as_prefilled_ones(device: Served, cached: int, generated: int) -> None:
+    """Bit for bit, in as many calls as it takes; repeated tokens, and some that were generated before a preemption."""
+    chance = random.Random(cached)
+    prefix = tuple(chance.randrange(40) for _ in range(48))
+    own = admission(1, prefix, generated=generated, max_tokens=60, **PENALTY)._replace(prompt_tokens=48 - generated)
+    pages = list(range(100, 112))
+    run(
+        device,
+        StepPlan((own,), grants(1, pages), chunks=(Chunk(1, 0, prefix[:32], False),)),
+        StepPlan(chunks=(Chunk(1, 32, prefix[32:], True),)),
+    )
+    cold = state(device)["counts"]
+    warm = own._replace(slot=3, cached=cached, seen=prefix[:cached])
+    ends = [cached, *([20] if cached < 16 else []), 48]
+    for index, (start, end) in enumerate(itertools.pairwise(ends)):
+        chunk = Chunk(3, start, prefix[start:end], end == 48)
+        run(device, StepPlan((warm,), grants(3, pages), chunks=(chunk,)) if index == 0 else StepPlan(chunks=(chunk,)))
+    now = state(device)["counts"]
+    np.testing.assert_array_equal(now[3], cold[1])
+    np.testing.assert_array_equal(now[:3], cold[:3])
+
+
+@pytest.mark.parametrize("cached", [1, PAGE - 1, PAGE, PAGE + 1, 2 * PAGE, 10])
+def test_row_goes_on_behind_a_cached_prefix(device: Served, cached: int) -> None:
+    """Full pages are shared, the one a prefix ends in is copied; shared pages and the writer keep what they have."""
+    chance = random.Random(11)
+    prompt = device.prompt(chance, 11)
+    other = (*prompt[:cached], *device.prompt(chance, 11 - cached))
+    run(device, start(0, prompt, [7, 8, 9]))
+    before, kv_before = state(device), cache(device)
+    whole, rest = divmod(cached, PAGE)
+    pages = [*[7, 8, 9][:whole], *range(20, 23 - whole)]
+    copies = (PageCopy([7, 8, 9][whole], 20),) if rest else ()
+    warm = admission(2, other)._replace(cached=cached)
+    plan = StepPlan((warm,), grants(2, pages), copies=copies, chunks=(Chunk(2, cached, other[cached:], True),))
+    [result] = run(device, replace(plan, generate=Generate(4, 1, (0, 2))))
+    first = int(np.argmax(device.truth.logits(other)[-1]))
+    assert result.first_tokens[0] == first
+    assert result.tokens[0, 2] == np.argmax(device.truth.logits([*other, first])[-1])
+    now = state(device)
+    assert (now["length"][2], now["generated"][2], now["active"][2]) == (13, 2, True)
+    assert now["page_table"][2, :3].tolist() == pages
+    np.testing.assert_array_equal(now["page_table"][0], before["page_table"][0])
+    np.testing.assert_array_equal(cache(device)[:, [7, 8]], kv_before[:, [7, 8]])
+    np.testing.assert_array_equal(cache(device)[:, 9, :, :, :3], kv_before[:, 9, :, :, :3])
+
+
+def test_admission_behind_a_cached_prefix_initialises_every_field(device: Served) -> None:
+    """R55: whatever the slot held before, and although its first chunk is in a later plan."""
+    run(device, start(0, PROMPT, [7, 8]))
+    before = state(device)
+    warm = admission(1, PROMPT, generated=2)._replace(cached=PAGE)
+    run(device, StepPlan((warm,), (PageGrant(1, 0, 7),)))
+    now = state(device)
+    right = {"last_token": 0, "length": 1, "active": False, "generated": 2, "max_tokens": 20}
+    assert {name: now[name][1].item() for name in right} == right
+    assert (now["page_table"][1] == TRASH_PAGE).all()
+    for name in right:
+        np.testing.assert_array_equal(np.delete(now[name], 1), np.delete(before[name], 1), err_msg=name)
 
 
 def test_chunks_packed_together_equal_chunks_alone(device: Served) -> None:

@@ -22,6 +22,7 @@ from tests.links import ROOT, package_folders
 LAYERS = (
     ("jetserve.server", "jetserve.llm", "jetserve.client"),
     ("jetserve.orchestrator",),
+    ("jetserve.simulation",),
     ("jetserve.engine",),
     ("jetserve.models",),
     ("jetserve.kernels",),
@@ -43,6 +44,7 @@ HOST_SIDE = (
     "jetserve.engine.kv_events",
     "jetserve.engine.prefix_node",
     "jetserve.engine.prefix_tree",
+    "jetserve.simulation",
     "jetserve.orchestrator",
     "jetserve.server",
     "jetserve.client",
@@ -174,7 +176,8 @@ def test_light_modules_stay_light(name: str, heavy: list[str]) -> None:
 
 def test_dependencies_are_those_imported() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    declared = {re.split(r"[><=\[ ]", requirement)[0] for requirement in project["dependencies"]}
+    wanted = [*project["dependencies"], *project["optional-dependencies"]["plot"]]
+    declared = {re.split(r"[><=\[ ]", requirement)[0] for requirement in wanted}
     homes = importlib.metadata.packages_distributions() | {"google": ["protobuf"]}  # others share that name
     imported = {name.partition(".")[0] for module in MODULES for _, name in _imports(ast.walk(module.tree))}
     needed = {_normal(home) for name in imported - sys.stdlib_module_names - {"jetserve"} for home in homes[name]}

@@ -25,39 +25,39 @@ class Namespace(NamedTuple):
 
 def root_hash(namespace: Namespace) -> int:
     """Stands for the parent of a namespace's first pages. Fields are tagged: None is not "", an adapter no salt."""
-    fields = [b"\0" if text is None else _tagged(text.encode("utf-8", "surrogatepass")) for text in namespace]
-    return int.from_bytes(_digest(b"".join(fields)), "little")
+    return _name(b"".join(map(_tagged, namespace)))
 
 
 def block_hash(parent: int, token_ids: Sequence[int]) -> int:
-    """Names a page by the name of the one before it, or `root_hash`, and its tokens. 64-bit, never 0, lasting."""
-    return int.from_bytes(_digest(parent.to_bytes(_HASH_BYTES, "little") + _token_bytes(token_ids)), "little")
+    """Names a page by the name of the one before it, or `root_hash`, and its tokens. 64-bit, never 0."""
+    return _name(parent.to_bytes(_HASH_BYTES, "little") + _token_bytes(token_ids))
 
 
 def block_hashes(namespace: Namespace, token_ids: Sequence[int], page_size: int) -> list[int]:
     """Names the full pages of a prompt, in their order."""
-    stride = page_size * _TOKEN_BYTES
-    data = _token_bytes(token_ids)
-    digest = root_hash(namespace).to_bytes(_HASH_BYTES, "little")
-    hashes = []
+    data, stride = _token_bytes(token_ids), page_size * _TOKEN_BYTES
+    name = root_hash(namespace)
+    names = []
     for end in range(stride, len(data) + 1, stride):
-        digest = _digest(digest + data[end - stride : end])
-        hashes.append(int.from_bytes(digest, "little"))
-    return hashes
+        name = _name(name.to_bytes(_HASH_BYTES, "little") + data[end - stride : end])
+        names.append(name)
+    return names
 
 
-def _digest(data: bytes) -> bytes:
-    digest = blake2b(data, digest_size=_HASH_BYTES).digest()
-    return digest if digest != bytes(_HASH_BYTES) else (1).to_bytes(_HASH_BYTES, "little")  # 0 is "none" to routers
+def _name(data: bytes) -> int:
+    return int.from_bytes(blake2b(data, digest_size=_HASH_BYTES).digest(), "little") or 1  # routers read 0 as none
 
 
 def _token_bytes(token_ids: Sequence[int]) -> bytes:
-    """Little-endian u32 each. `array` is 2.5 times as fast as NumPy, for 16 tokens and for 100,000."""
+    """Little-endian u32 each. `array` is twice as fast as NumPy, for 16 tokens and for 100,000."""
     values = array("I", token_ids)
     if sys.byteorder == "big":
         values.byteswap()
     return values.tobytes()
 
 
-def _tagged(text: bytes) -> bytes:
-    return b"\1" + len(text).to_bytes(8, "little") + text
+def _tagged(text: str | None) -> bytes:
+    if text is None:
+        return b"\0"
+    data = text.encode("utf-8", "surrogatepass")
+    return b"\1" + len(data).to_bytes(8, "little") + data

@@ -33,7 +33,7 @@ class Match(NamedTuple):
       node: the deepest full page, on the device or the host; the root without any.
       nodes: the full pages, from the first to `node`.
       tokens: covered by `nodes`.
-      partial: behind `node`, a page of which the first `partial_tokens` match; on the device or the host.
+      partial: behind `node`, a page of which the first `partial_tokens` match; on the device or the host, too.
     """
 
     node: Node
@@ -70,8 +70,8 @@ class PrefixTree:
 
     Args:
       page_size: tokens in a page.
-      host_blocks: pages that fit in host memory. Full pages that are evicted move there, as long as they are used more
-        recently than others there.
+      host_blocks: pages that fit in host memory. Full pages that are evicted move there, and the least recently used
+        ones there make room.
       is_observed: collect events; `take_events` must be called now and then.
 
     Attributes:
@@ -176,10 +176,8 @@ class PrefixTree:
         assert node is node.root or node.page is not None, f"{node} is not on the device"
         spare: list[int] = []
         freed: list[int] = []
-        arrived: list[
-            Node
-        ] = []  # on the device; consecutive, as nothing behind a node on the host or a new one is there
-        moved: list[Node] = []
+        arrived: list[Node] = []  # on the device: consecutive, because behind the first of them nothing was there
+        moved: list[Node] = []  # the ones of them that were on the host
         deepest = last = node
         for at, page in enumerate(pages):
             piece = tokens[at * size : (at + 1) * size]
@@ -198,8 +196,8 @@ class PrefixTree:
             last.last_used = self._clock
             if len(piece) == size:
                 deepest = last
-        for node in {deepest, last}:
-            self._offer(node)
+        for leaf in {deepest, last}:
+            self._offer(leaf)
         self._tell_removed(moved, Medium.HOST)
         self._tell_stored(arrived, Medium.DEVICE)
         return Inserted(deepest, spare, freed)

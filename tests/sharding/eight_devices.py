@@ -20,6 +20,8 @@ import numpy as np  # noqa: E402
 from jetserve import config  # noqa: E402
 from jetserve.engine import loading  # noqa: E402
 from jetserve.engine.engine import Engine  # noqa: E402
+from jetserve.engine.executor import DeviceExecutor  # noqa: E402
+from jetserve.engine.plan import HostMove, PageCopy, StepPlan  # noqa: E402
 from jetserve.errors import ConfigError  # noqa: E402
 from jetserve.models import random_init  # noqa: E402
 from jetserve.models.spec import Family, ModelConfig  # noqa: E402
@@ -66,6 +68,7 @@ def measure(cache: str, tensor: int) -> dict[str, object]:
             "engine.prefill_sizes=[32]",
             "engine.prefill_rows=2",
             "engine.generate_rows=[4]",
+            f"engine.host_kv_bytes={1 << 20}",
             "engine.strict_compile=true",
             f"engine.compilation_cache={cache}",
         ]
@@ -85,6 +88,7 @@ def measure(cache: str, tensor: int) -> dict[str, object]:
         "cache_heads": [[shard.device.id, *heads(shard.index[2], kv.shape[2])] for shard in kv.addressable_shards],
         "embedding_rows": executor._weights.model["embedding"].shape[0],  # type: ignore[attr-defined]
         "temporary_bytes": step.memory_analysis().temp_size_in_bytes,
+        "moves": moves(engine),
     }
 
 
@@ -115,6 +119,29 @@ def answers(engine: Engine) -> list[list[int]]:
             found[sequence.request.request_id] += tokens
     engine.check()
     return [found[request.request_id] for request in requests]
+
+
+def moves(engine: Engine) -> dict[str, object]:
+    """Copies pages, and sends twelve to host memory and back, past what the answers left in the cache."""
+    executor = engine._executor
+    assert isinstance(executor, DeviceExecutor)
+    there = tuple(HostMove(1 + at, at) for at in range(12))
+    back = tuple(HostMove(101 + at, at) for at in range(12))
+    before = np.array(executor._kv)
+    executor.execute(StepPlan(saves=there, copies=(PageCopy(1, 2), PageCopy(2, 201)))).result()
+    executor.execute(StepPlan(loads=back)).result()
+    right = before.copy()
+    right[:, [2, 201]] = before[:, [1, 2]]
+    right[:, 101:113] = before[:, 1:13]
+    now = np.array(executor._kv)
+    table = executor._programs
+    assert table.host is not None
+    programs = (table.copy, table.host.save, table.host.load)
+    return {
+        "page_is_written": bool(before[:, 1:13].any(axis=(0, 2, 3, 4, 5)).all()),
+        "is_exact": bool((now[:, 1:] == right[:, 1:]).all()),  # page 0 takes what is unused
+        "collectives": [collectives(program.as_text()) for program in programs],  # type: ignore[attr-defined]
+    }
 
 
 def collectives(hlo: str) -> dict[str, int]:

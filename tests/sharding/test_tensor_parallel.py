@@ -61,6 +61,12 @@ def test_cache_is_split_by_heads(measured: dict[int, dict[str, Any]], tensor: in
 
 
 @pytest.mark.parametrize("tensor", SIZES)
+def test_pages_move_without_an_exchange(measured: dict[int, dict[str, Any]], tensor: int) -> None:
+    """Copied, saved to host memory and loaded again: each device moves its own heads."""
+    assert measured[tensor]["moves"] == {"page_is_written": True, "is_exact": True, "collectives": [{}, {}, {}]}
+
+
+@pytest.mark.parametrize("tensor", SIZES)
 def test_vocabulary_is_padded_to_equal_parts(measured: dict[int, dict[str, Any]], tensor: int) -> None:
     assert measured[tensor]["embedding_rows"] == -(-97 // tensor) * tensor
     assert max(token for tokens in measured[tensor]["answers"] for token in tokens) < 97

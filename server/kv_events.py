@@ -192,9 +192,10 @@ class _Sockets:
             log.debug("kv event replay: no request frames=%s", [len(frame) for frame in request])
             return
         first = int.from_bytes(request[1], "big")
-        oldest = self._next_number - len(self._history)
+        kept = len(self._history)
+        skipped = min(max(0, first - (self._next_number - kept)), kept)
         try:
-            for sent in islice(self._history, max(0, first - oldest), None):
+            for sent in islice(self._history, skipped, None):
                 self.replay.send_multipart((reader, b"", self._topic, *sent), zmq.NOBLOCK)
             self.replay.send_multipart((reader, b"", *_END_OF_REPLAY), zmq.NOBLOCK)
         except zmq.ZMQError as error:  # it went away, or asks again and again without reading
@@ -271,16 +272,19 @@ class KvEventPublisher:
         poller.register(self._alarm, zmq.POLLIN)
         if self._sockets.replay is not None:
             poller.register(self._sockets.replay, zmq.POLLIN)
-        is_last = False
-        while not is_last:
-            is_last = self._is_stopping  # asked before the queue is read: what came before `stop` is sent
+        is_asked = False
+        while True:
+            is_last = self._is_stopping  # looked at before the queue: what came before `stop` is sent
             while (events := self._next()) is not None:
                 self._sockets.send(events, self._clock())
             if is_last:
-                break
+                return
+            if is_asked:
+                self._sockets.answer()
+            is_asked = False
             for ready, _ in poller.poll():
                 if ready is self._sockets.replay:
-                    self._sockets.answer()
+                    is_asked = True  # after what was queued before
                 else:
                     self._alarm.recv(4096)
 

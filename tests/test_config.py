@@ -108,6 +108,13 @@ def test_settings_are_yaml(setting: str, section: str, field: str, value: object
         ("scheduler.tpot_target_ms=soon", "scheduler.tpot_target_ms='soon': Input should be a valid number"),
         ("kv_events.encoding=json", "kv_events.encoding='json': Input should be 'map' or 'array'"),
         ("kv_events.endpoint=''", "kv_events.endpoint='': String should have at least 1 character"),
+        ("kv_events.endpoint=localhost:5557", "kv_events.endpoint='localhost:5557': must be tcp://address:port"),
+        ("kv_events.endpoint=tcp://*", "kv_events.endpoint='tcp://*': must be tcp://address:port"),
+        ("kv_events.endpoint=tcp://*:65536", "kv_events.endpoint='tcp://*:65536': must be tcp://address:port"),
+        ("kv_events.endpoint=tcp://[::1]5557", "kv_events.endpoint='tcp://[::1]5557': must be tcp://address:port"),
+        ("kv_events.endpoint=udp://*:5557", "kv_events.endpoint='udp://*:5557': must be tcp://address:port"),
+        ("kv_events.replay_endpoint=5558", "kv_events.replay_endpoint=5558: Input should be a valid string"),
+        ("kv_events.replay_endpoint=tcp://*:5558", "kv_events: replay_endpoint repeats what endpoint publishes"),
         ("scheduler.default_timeout_seconds=0", "scheduler.default_timeout_seconds=0: Input should be greater than 0"),
         ("server.grpc_port=65536", "server.grpc_port=65536: Input should be less than or equal to 65535"),
         ("server.http_port=-1", "server.http_port=-1"),
@@ -121,6 +128,19 @@ def test_a_wrong_setting_is_named_with_its_value_and_what_is_right(setting: str,
         config.load(settings=[setting])
 
     assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "address", ["tcp://*:5557", "tcp://10.0.0.1:*", "tcp://[::1]:65535", "tcp://eth0:1", "ipc:///a"]
+)
+def test_addresses_of_kv_events_are_those_of_zmq(address: str) -> None:
+    assert config.load(settings=[f"kv_events.endpoint={address}"]).kv_events.endpoint == address
+
+
+def test_kv_events_are_published_and_repeated_on_ports_of_their_own() -> None:
+    with pytest.raises(ConfigError, match=r"both tcp://\*:5557; give each a port of its own"):
+        config.load(settings=["kv_events.endpoint=tcp://*:5557", "kv_events.replay_endpoint=tcp://*:5557"])
+    assert config.load(settings=["kv_events.endpoint=tcp://*:*", "kv_events.replay_endpoint=tcp://*:*"])
 
 
 def test_every_wrong_setting_is_named_at_once() -> None:

@@ -19,19 +19,21 @@ from jetserve.engine.plan import StepShape
 from jetserve.engine.sizing import Sizing
 
 _DISPATCH_SECONDS = 2e-4  # of one step, before anything was measured
-_LEAST_SECONDS = 1e-12  # a term of the prior is never 0: terms are learnt as multiples of it
+_LEAST_SECONDS, _MOST_SECONDS = 1e-12, 1e6  # a term is never 0: it is learnt as a multiple of its prior
 
 # What the filter of `LinearCost` believes, in natural logarithms: 0.1 is about 10 %.
 _SCALE_DEVIATION = 3.0  # of all terms together: the prior may be wrong by a factor of 20, or of 400 now and then
 _TERM_DEVIATION = 1.0  # of each term beside the others
-_NOISE_DEVIATION = 0.15  # of one measurement
+_NOISE_DEVIATION = 0.15  # of one measurement, at first; then as it is seen to be, within limits
+_LEAST_NOISE, _MOST_NOISE = 0.03**2, 0.3**2
+_NOISE_SHARE = 0.01  # of what is believed of noise, that comes from the newest measurement
 _FAR_DEVIATIONS = 3.0  # a measurement further off counts the less, the further it is
 _FAR_ERROR = 1.0  # and so does one that is off by this much, whatever is believed
 _TRUSTED = 3  # the first ones set the scale, however far off
 _LEAST_VARIANCE = 1e-12
 _LEAST_GAIN = 0.005  # a measurement corrects its prediction by this part at least: 200 of them are remembered
-_RELEARN_GAIN = 0.3  # the same once so many far ones in a row, on one side, say that times have changed
-_RELEARN_AFTER = 6
+_CHANGED_AFTER = 5  # far ones in a row, on one side, of steps with the same main term: times have changed
+_CHANGED = 0.05  # and so much of the doubt about the prior is back
 _MEASURED_AFTER = 16
 
 _STEP, _PREFILL_POSITION, _GENERATE_POSITION, _FIRST_PROGRAM = range(4)  # places of terms in a vector
@@ -116,7 +118,7 @@ def prior_times(sizing: Sizing, work: ModelWork, *, flops_per_second: float, byt
     """What a chip's peaks allow: multiplying, or reading the weights, whichever takes longer.
 
     Counted from the model and not by the compiler, whose figures are off by more. Measured with jax 0.10.2, for
-    Llama 3 8B on a v5e:2x4: `cost_analysis` counts the body of the layer loop once (29 of 1,030 GFLOP a chip in a
+    Llama 3 8B on a v5e:2x4: `cost_analysis` counts the body of the layer loop once (29 of 890 GFLOP a chip in a
     prefill of 512) and takes much of the cache for read (14 GB where weights are 2); for SmolLM2 135M on CPU it says
     91 GB a step where weights are 0.27, and takes 50 ms a program to say so.
     """
@@ -147,9 +149,9 @@ class LinearCost:
     An extended Kalman filter over the logarithms of the terms: they stay positive, and an error is one by a factor, as
     those of priors are. The terms are believed to be wrong together first (one scale), then each by itself, so the
     first measurements of one program correct the others too. Two things differ from the textbook: a measurement far off
-    counts as one at three deviations, so that a hiccup moves little, and the gain never falls below a floor, so that
-    what was learnt long ago fades, only in what is measured again. When measurement after measurement is far off on the
-    same side, times have changed, and the floor is raised until predictions fit.
+    counts the less the further it is, so that a hiccup moves little, and the gain never falls below a floor, so that
+    what was learnt long ago fades, but only in what is measured again. When measurement after measurement is far off on
+    the same side, times have changed, and part of the doubt is back that the prior was met with.
 
     Sizes that are not among the prior's are predicted on the line through the two nearest ones.
     """
@@ -159,9 +161,11 @@ class LinearCost:
         self._terms = self._table.initial(prior)
         self._seconds: list[float] = self._terms.tolist()
         count = len(self._terms)
-        self._covariance = np.full((count, count), _SCALE_DEVIATION**2) + np.eye(count) * _TERM_DEVIATION**2
+        self._doubt = np.full((count, count), _SCALE_DEVIATION**2) + np.eye(count) * _TERM_DEVIATION**2
+        self._covariance = self._doubt.copy()
+        self._noise = _NOISE_DEVIATION**2
         self._observations = 0
-        self._astray = 0  # far measurements in a row; negative for those below their prediction
+        self._astray = [0] * count  # by main term: far measurements in a row; negative for those below prediction
 
     @property
     def is_measured(self) -> bool:
@@ -199,32 +203,34 @@ class LinearCost:
         slope = self._table.weights(shape) * self._terms
         predicted = max(float(slope.sum()), self._seconds[_STEP])
         slope /= predicted
+        error = math.log(seconds / predicted)
         reach = self._covariance @ slope
         variance = max(float(slope @ reach), _LEAST_VARIANCE)
-        error = math.log(seconds / predicted)
-        doubt = self._doubt(error, variance)
-        gain = _LEAST_GAIN
-        if abs(self._astray) >= _RELEARN_AFTER:
-            doubt, gain = 1.0, _RELEARN_GAIN
-        noise = _NOISE_DEVIATION**2
-        widened = max(variance, noise * gain / (1 - gain))
+        noise = self._noise
+        far = abs(error) / min(_FAR_DEVIATIONS * math.sqrt(variance + noise), _FAR_ERROR)
+        self._watch(int(slope.argmax()), 0 if far <= 1 else 1 if error > 0 else -1)
+        widened = max(variance, noise * _LEAST_GAIN / (1 - _LEAST_GAIN))
         growth = widened / variance
-        spread = (widened + noise) * doubt * doubt
-        self._terms = self._terms * np.exp(reach * (growth * error / spread))
+        spread = (widened + noise) * (1.0 if self._observations <= _TRUSTED else max(far, 1.0) ** 2)
+        moved = self._terms * np.exp(reach * (growth * error / spread))
+        self._terms = np.maximum(np.minimum(moved, _MOST_SECONDS), _LEAST_SECONDS)
         # Widened along `slope` alone (directional forgetting), then narrowed by the measurement.
         self._covariance += np.multiply.outer(reach, reach) * ((growth - 1) / variance - growth * growth / spread)
         self._seconds = self._terms.tolist()
+        if self.is_measured:
+            seen = error * error if far <= 1 else 2 * noise
+            self._noise = min(max(noise + _NOISE_SHARE * (seen - noise), _LEAST_NOISE), _MOST_NOISE)
 
-    def _doubt(self, error: float, variance: float) -> float:
-        """By how much an error exceeds what is believed of one; 1 when it does not. Counts those that do."""
-        limit = min(_FAR_DEVIATIONS * math.sqrt(variance + _NOISE_DEVIATION**2), _FAR_ERROR)
-        far = abs(error) / limit
-        if far <= 1 or self._observations <= _TRUSTED:
-            self._astray -= (self._astray > 0) - (self._astray < 0)
-            return 1.0
-        side = 1 if error > 0 else -1
-        self._astray = self._astray + side if self._astray * side >= 0 else side
-        return far
+    def _watch(self, term: int, side: int) -> None:
+        """Counts measurements far above (1) or below (-1) what was predicted, and takes the hint when they persist."""
+        count = self._astray[term]
+        if side == 0:
+            self._astray[term] = count - (count > 0) + (count < 0)
+            return
+        self._astray[term] = count = count + side if count * side >= 0 else side
+        if abs(count) >= _CHANGED_AFTER:
+            self._astray = [0] * len(self._astray)
+            self._covariance += _CHANGED * (self._doubt - self._covariance)
 
 
 class _Table:

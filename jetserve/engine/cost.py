@@ -22,7 +22,7 @@ _DISPATCH_SECONDS = 2e-4  # of one step, before anything was measured
 _LEAST_SECONDS, _MOST_SECONDS = 1e-12, 1e6  # a term is never 0: it is learnt as a multiple of its prior
 
 # What the filter of `LinearCost` believes, in natural logarithms: 0.1 is about 10 %.
-_SCALE_DEVIATION = 3.0  # of all terms together: the prior may be wrong by a factor of 20, or of 400 now and then
+_SCALE_DEVIATION = 6.0  # of all terms together: the prior may be wrong by a factor of 400
 _TERM_DEVIATION = 1.0  # of each term beside the others
 _NOISE_DEVIATION = 0.15  # of one measurement, at first; then as it is seen to be, within limits
 _LEAST_NOISE, _MOST_NOISE = 0.03**2, 0.3**2
@@ -30,13 +30,15 @@ _NOISE_SHARE = 0.01  # of what is believed of noise, that comes from the newest 
 _FAR_DEVIATIONS = 3.0  # a measurement further off counts the less, the further it is
 _FAR_ERROR = 1.0  # and so does one that is off by this much, whatever is believed
 _TRUSTED = 3  # the first ones set the scale, however far off
-_LEAST_VARIANCE = 1e-12
+_LEAST_VARIANCE = 1e-6
+_MOST_ERROR = 8.0  # of one measurement, that is believed
 _LEAST_GAIN = 0.005  # a measurement corrects its prediction by this part at least: 200 of them are remembered
-_CHANGED_AFTER = 5  # far ones in a row, on one side, of steps with the same main term: times have changed
+_CHANGED_AFTER = 5  # far ones in a row, on one side, of all steps or those with one main term: times have changed
 _CHANGED = 0.05  # and so much of the doubt about the prior is back
 _MEASURED_AFTER = 16
 
 _STEP, _PREFILL_POSITION, _GENERATE_POSITION, _FIRST_PROGRAM = range(4)  # places of terms in a vector
+_ALL = -1
 
 
 class StepCost(Protocol):
@@ -161,11 +163,11 @@ class LinearCost:
         self._terms = self._table.initial(prior)
         self._seconds: list[float] = self._terms.tolist()
         count = len(self._terms)
-        self._doubt = np.full((count, count), _SCALE_DEVIATION**2) + np.eye(count) * _TERM_DEVIATION**2
-        self._covariance = self._doubt.copy()
+        self._prior_covariance = np.full((count, count), _SCALE_DEVIATION**2) + np.eye(count) * _TERM_DEVIATION**2
+        self._covariance = self._prior_covariance.copy()
         self._noise = _NOISE_DEVIATION**2
         self._observations = 0
-        self._astray = [0] * count  # by main term: far measurements in a row; negative for those below prediction
+        self._astray = [0] * (count + 1)  # far measurements in a row, by main term and of all; negative for those below
 
     @property
     def is_measured(self) -> bool:
@@ -201,36 +203,45 @@ class LinearCost:
         self._observations += 1
         # The part of the prediction that each term is: the slope of its logarithm by theirs.
         slope = self._table.weights(shape) * self._terms
-        predicted = max(float(slope.sum()), self._seconds[_STEP])
-        slope /= predicted
-        error = math.log(seconds / predicted)
-        reach = self._covariance @ slope
-        variance = max(float(slope @ reach), _LEAST_VARIANCE)
+        parts = slope.tolist()
+        predicted = max(sum(parts), self._seconds[_STEP])
+        slope *= 1 / predicted
+        error = min(max(math.log(seconds / predicted), -_MOST_ERROR), _MOST_ERROR)
+        reach = self._covariance.dot(slope)
+        variance = max(float(slope.dot(reach)), _LEAST_VARIANCE)
         noise = self._noise
         far = abs(error) / min(_FAR_DEVIATIONS * math.sqrt(variance + noise), _FAR_ERROR)
-        self._watch(int(slope.argmax()), 0 if far <= 1 else 1 if error > 0 else -1)
+        self._watch(parts.index(max(parts)), 0 if far <= 1 else 1 if error > 0 else -1)
         widened = max(variance, noise * _LEAST_GAIN / (1 - _LEAST_GAIN))
         growth = widened / variance
         spread = (widened + noise) * (1.0 if self._observations <= _TRUSTED else max(far, 1.0) ** 2)
-        moved = self._terms * np.exp(reach * (growth * error / spread))
-        self._terms = np.maximum(np.minimum(moved, _MOST_SECONDS), _LEAST_SECONDS)
+        self._move(reach * (growth * error / spread))
         # Widened along `slope` alone (directional forgetting), then narrowed by the measurement.
-        self._covariance += np.multiply.outer(reach, reach) * ((growth - 1) / variance - growth * growth / spread)
-        self._seconds = self._terms.tolist()
+        self._covariance += reach[:, None] * (reach * ((growth - 1) / variance - growth * growth / spread))
         if self.is_measured:
             seen = error * error if far <= 1 else 2 * noise
             self._noise = min(max(noise + _NOISE_SHARE * (seen - noise), _LEAST_NOISE), _MOST_NOISE)
 
+    def _move(self, by: NDArray[np.float64]) -> None:
+        self._terms = self._terms * np.exp(by)
+        self._seconds = self._terms.tolist()
+        if min(self._seconds) < _LEAST_SECONDS or max(self._seconds) > _MOST_SECONDS:
+            self._terms = self._terms.clip(_LEAST_SECONDS, _MOST_SECONDS)
+            self._seconds = self._terms.tolist()
+
     def _watch(self, term: int, side: int) -> None:
         """Counts measurements far above (1) or below (-1) what was predicted, and takes the hint when they persist."""
-        count = self._astray[term]
-        if side == 0:
-            self._astray[term] = count - (count > 0) + (count < 0)
-            return
-        self._astray[term] = count = count + side if count * side >= 0 else side
-        if abs(count) >= _CHANGED_AFTER:
-            self._astray = [0] * len(self._astray)
-            self._covariance += _CHANGED * (self._doubt - self._covariance)
+        astray = self._astray
+        for at in (term, _ALL):
+            count = astray[at]
+            if side == 0:
+                astray[at] = count - (count > 0) + (count < 0)
+            else:
+                astray[at] = count + side if count * side >= 0 else side
+                if abs(astray[at]) >= _CHANGED_AFTER:
+                    self._astray = [0] * len(astray)
+                    self._covariance += _CHANGED * (self._prior_covariance - self._covariance)
+                    return
 
 
 class _Table:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from jetserve.engine.kv_events import KvEvent
 from jetserve.engine.plan import Executor, PendingStep, StepPlan
 from jetserve.engine.scheduler import Scheduler, Update
 from jetserve.engine.sequence import Sequence
@@ -143,10 +144,11 @@ class Engine:
         """
         start = self._clock()
         plan = self.scheduler.schedule(now)
+        updates = self.scheduler.take_started()
+        self._forget_ended(updates)
         if not plan.is_empty:
             self._in_flight.append(_InFlight(plan, self._executor.execute(plan), start))
         assert self._in_flight or not self._live, "sequences are live and nothing can run"
-        updates = self.scheduler.take_started()
         waited = 0.0
         if self._in_flight and (plan.is_empty or len(self._in_flight) > 1):
             asked = self._clock()
@@ -154,17 +156,28 @@ class Engine:
             result = flight.pending.result()
             arrived = self._clock()
             waited = arrived - asked
-            updates += self.scheduler.commit(flight.plan, result)
-            self._count(flight, updates, arrived)
+            sampled = self.scheduler.commit(flight.plan, result)
+            self._forget_ended(sampled)
+            self._count(flight, sampled, arrived)
+            updates += sampled
         self._totals.host_seconds += self._clock() - start - waited
         return updates
 
+    def flush(self) -> int:
+        """Forgets all cached prefixes; those in use are freed when their sequences end. Returns pages freed at once."""
+        return self.scheduler.memory.flush()
+
+    def take_kv_events(self) -> list[KvEvent]:
+        """What happened to cached blocks since the last call; nothing unless the scheduler is observed."""
+        return self.scheduler.memory.take_events()
+
     def status(self) -> EngineStatus:
         scheduler, totals = self.scheduler, self._totals
+        memory = scheduler.memory
         return EngineStatus(
             slots_total=scheduler.sizing.slots,
-            pages_used=scheduler.pool.used_pages,
-            pages_total=scheduler.pool.total_pages,
+            pages_used=memory.used_pages,
+            pages_total=memory.pool.total_pages,
             running=scheduler.rows.used_slots,
             waiting=scheduler.waiting,
             waiting_tokens=scheduler.waiting_tokens,
@@ -175,25 +188,38 @@ class Engine:
             device_seconds=totals.device_seconds,
             host_seconds=totals.host_seconds,
             compilations_after_warmup=self._executor.compilations_after_warmup,
-            pages_free=scheduler.pool.free_pages,
+            pages_free=memory.pool.free_pages,
+            cached_pages=memory.tree.nodes,
+            evicted_pages=memory.totals.evicted_pages,
+            host_pages_used=memory.tree.hosted,
+            host_pages_total=scheduler.sizing.host_blocks,
+            host_saved_pages=memory.totals.saved_pages,
+            host_loaded_pages=memory.totals.loaded_pages,
+            queried_tokens=memory.totals.queried_tokens,
+            cached_tokens=memory.totals.cached_tokens,
+            host_cached_tokens=memory.totals.host_cached_tokens,
+            padded_tokens=scheduler.padded_tokens,
+            retry_after_seconds=scheduler.retry_after_seconds,
         )
 
     def check(self) -> None:
         """Raises: AssertionError when slots or pages are lost."""
         self.scheduler.check()
 
-    def _count(self, flight: _InFlight, updates: list[Update], arrived: float) -> None:
+    def _count(self, flight: _InFlight, sampled: list[Update], arrived: float) -> None:
         totals = self._totals
         totals.steps += 1
         totals.prefill_tokens += flight.plan.prefill_tokens
-        totals.device_seconds += arrived - max(flight.dispatched_seconds, self._last_result_seconds)
+        device_seconds = arrived - max(flight.dispatched_seconds, self._last_result_seconds)
+        totals.device_seconds += device_seconds
+        self.scheduler.pacer.cost.observe(flight.plan.shape, device_seconds)
         self._last_result_seconds = arrived
-        generated = 0
-        for sequence, token_ids, _, reason in updates:
-            generated += len(token_ids)
-            if reason is not None:
-                self._forget(sequence)
-        totals.generated_tokens += generated
+        totals.generated_tokens += sum(len(update.token_ids) for update in sampled)
+
+    def _forget_ended(self, updates: list[Update]) -> None:
+        for update in updates:
+            if update.finish_reason is not None:
+                self._forget(update.sequence)
 
     def _forget(self, sequence: Sequence) -> None:
         live = self._live[sequence.request.request_id]

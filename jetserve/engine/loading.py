@@ -321,7 +321,7 @@ def _build(
     )
     report("warming up", 0.0)
     executor.warm_up()
-    return Engine(Scheduler(sizes), executor)
+    return Engine(Scheduler(sizes, is_observed=config.kv_events.endpoint is not None), executor)
 
 
 def _table(form: _Form, weights: Weights[Array], sizes: Sizing, vocab_limit: int) -> Iterator[programs.Program]:

@@ -1,18 +1,18 @@
-"""Pages of the KV pool and who counts on them. Host side, engine thread only; imports no jax.
+"""Pages of the KV pool: which are free. Host side, engine thread only; imports no jax.
 
-The pool hands out page numbers; what is in a page is the device's business. A page may have several holders (a shared
-prefix), and is free again when the last one lets go.
+The pool hands out page numbers; what is in a page is the device's business, and who owns it is memory.py's.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import pairwise
 
 from jetserve.kernels import TRASH_PAGE
 
 
 class PagePool:
-    """Reference-counted pages. Page `TRASH_PAGE` is never handed out.
+    """Free pages. Page `TRASH_PAGE` is never handed out.
 
     Example: `PagePool(4).alloc(2) == [1, 2]`; one page is left.
     """
@@ -22,13 +22,9 @@ class PagePool:
         pages: in the device's pool, the trash page included.
         """
         assert pages >= 1, pages
-        self._holders = [0] * pages
+        self.total_pages = pages - 1
+        self._is_free = [page != TRASH_PAGE for page in range(pages)]
         self._free = [page for page in range(pages - 1, -1, -1) if page != TRASH_PAGE]  # the last one goes first
-
-    @property
-    def total_pages(self) -> int:
-        """Pages that can be handed out."""
-        return len(self._holders) - 1
 
     @property
     def free_pages(self) -> int:
@@ -39,35 +35,30 @@ class PagePool:
         return self.total_pages - self.free_pages
 
     def alloc(self, count: int) -> list[int]:
-        """Takes `count` pages, each with one holder. The caller has seen that `free_pages` is enough."""
+        """Takes `count` pages. The caller has seen that `free_pages` is enough."""
         assert 0 <= count <= len(self._free), f"{count=} pages asked for, {len(self._free)} are free"
         pages = [self._free.pop() for _ in range(count)]
         for page in pages:
-            self._holders[page] = 1
+            self._is_free[page] = False
         return pages
 
-    def share(self, pages: Iterable[int]) -> None:
-        """Adds a holder to pages that have one."""
-        for page in pages:
-            assert self._holders[page] > 0, f"{page=} is free and cannot be shared"
-            self._holders[page] += 1
-
     def free(self, pages: Iterable[int]) -> None:
-        """Takes a holder away; pages without one can be handed out again."""
+        """Gives pages back."""
         for page in pages:
-            assert self._holders[page] > 0, f"{page=} is freed more often than it was held"
-            self._holders[page] -= 1
-            if not self._holders[page]:
-                self._free.append(page)
+            assert page != TRASH_PAGE, "the trash page is freed"
+            assert not self._is_free[page], f"{page=} is freed twice"
+            self._is_free[page] = True
+            self._free.append(page)
 
-    def check(self, held: Iterable[int]) -> None:
-        """Compares the books with the pages that are held, one entry per holder.
+    def check(self, owned: Iterable[int]) -> None:
+        """Compares the books with the pages that are owned.
 
-        Raises: AssertionError when a page is lost, held twice over or both free and held.
+        Raises: AssertionError when a page is lost, owned twice, or both free and owned.
         """
-        expected = [0] * len(self._holders)
-        for page in held:
-            expected[page] += 1
-        assert expected[TRASH_PAGE] == 0, "the trash page is held"
-        assert expected == self._holders, f"holders are {self._holders}, books say {expected}"
-        assert sorted(self._free) == [page for page, count in enumerate(expected) if not count and page != TRASH_PAGE]
+        pages = sorted(owned)
+        assert len(set(pages)) == len(pages), f"owned twice: {[a for a, b in pairwise(pages) if a == b]}"
+        assert TRASH_PAGE not in pages, "the trash page is owned"
+        free = [page for page, is_free in enumerate(self._is_free) if is_free]
+        assert sorted(self._free) == free, f"free pages are {free}, the list says {sorted(self._free)}"
+        expected = [page for page in range(1, self.total_pages + 1) if not self._is_free[page]]
+        assert pages == expected, f"pages taken are {expected}, owned ones {pages}"

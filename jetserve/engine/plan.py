@@ -40,7 +40,10 @@ class Admission(NamedTuple):
 
 
 class PageCopy(NamedTuple):
-    """Page `target` becomes what page `source` was before the plan: a prefix that ends inside a page is copied."""
+    """Page `target` becomes what page `source` was before the plan: a prefix that ends inside a page is copied.
+
+    Where the source was evicted for this very sequence, it may be copied to itself.
+    """
 
     source: int
     target: int
@@ -109,6 +112,9 @@ class StepShape(NamedTuple):
     generate_context: int = 0
 
 
+_NO_SHAPE = StepShape()
+
+
 @dataclass(frozen=True, slots=True)
 class StepPlan:
     """Everything the device does in one step.
@@ -127,7 +133,7 @@ class StepPlan:
     chunks: tuple[Chunk, ...] = ()
     generate: Generate | None = None
     loads: tuple[HostMove, ...] = ()
-    shape: StepShape = StepShape()
+    shape: StepShape = _NO_SHAPE
 
     @property
     def is_empty(self) -> bool:

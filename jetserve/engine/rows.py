@@ -130,6 +130,12 @@ class Rows:
         index = self.active.array
         return int((self._limit[index] - self._written[index]).min())
 
+    @property
+    def context_tokens(self) -> int:
+        """Positions that one more token of every active row attends to."""
+        index = self.active.array
+        return int(self._written[index].sum()) + len(index)
+
     def advance(self, steps: int) -> None:
         """Counts `steps` tokens on every active row as scheduled; those that reach their limit stop being active."""
         index = self.active.array

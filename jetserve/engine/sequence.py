@@ -2,8 +2,18 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from jetserve.engine.plan import Admission
+from jetserve.engine.prefix_node import Node
 from jetserve.request import FinishReason, Request
+
+
+class Lateness(NamedTuple):
+    """When the first token of a sequence is predicted, and when it should be there; on the clock of its arrival."""
+
+    predicted_seconds: float
+    due_seconds: float
 
 
 class Sequence:
@@ -17,19 +27,33 @@ class Sequence:
     Attributes:
       order: running number of arrival; ties of priority go to the lower one.
       slot: row of the decode batch from admission to end, None before and after.
+      is_aged: waited longest when it was the turn of that one; runs before all others from then on.
       pages: entry i holds positions [i * page_size, (i + 1) * page_size).
+      granted: entries of `pages` that the device knows.
+      node, kept: the deepest node of the prefix tree it has locked, and how many pages are in the tree by it.
+      hashes: of the whole pages of `prefix`; None until somebody asks.
+      cached: prompt tokens found in the cache when it first got a slot.
       generated: tokens the host has read back.
       prefix: what prefill writes: the prompt, and after a preemption the tokens generated before it.
-      prefilled: tokens of `prefix` that went to the device.
+      prefilled: tokens of `prefix` that were cached or went to the device.
+      written: of these, those known to be in the pages: cached ones, and chunks whose results were read.
       incarnation: grows whenever the slot is left, so that results dispatched before are known to be stale.
       scheduled_seconds: when it first got a slot.
+      lateness: why it was shed.
     """
 
     __slots__ = (
+        "cached",
         "finish_reason",
         "generated",
+        "granted",
+        "hashes",
         "incarnation",
         "index",
+        "is_aged",
+        "kept",
+        "lateness",
+        "node",
         "order",
         "pages",
         "preemptions",
@@ -38,6 +62,7 @@ class Sequence:
         "request",
         "scheduled_seconds",
         "slot",
+        "written",
     )
 
     def __init__(self, request: Request, index: int, order: int) -> None:
@@ -45,26 +70,46 @@ class Sequence:
         self.index = index
         self.order = order
         self.slot: int | None = None
+        self.is_aged = False
         self.pages: list[int] = []
+        self.granted = 0
+        self.node: Node | None = None
+        self.kept = 0
+        self.hashes: list[int] | None = None
+        self.cached = 0
         self.generated: list[int] = []
         self.prefix = request.prompt_token_ids
         self.prefilled = 0
+        self.written = 0
         self.incarnation = 0
         self.preemptions = 0
         self.scheduled_seconds: float | None = None
         self.finish_reason: FinishReason | None = None
+        self.lateness: Lateness | None = None
 
     def __repr__(self) -> str:
         return f"Sequence({self.request.request_id}/{self.index} slot={self.slot} generated={len(self.generated)})"
 
     @property
-    def rank(self) -> tuple[int, int]:
+    def rank(self) -> tuple[bool, int, int]:
         """Lower runs first and is preempted last."""
-        return (self.request.priority, self.order)
+        return (not self.is_aged, self.request.priority, self.order)
 
     @property
     def is_prefilled(self) -> bool:
         return self.prefilled == len(self.prefix)
+
+    @property
+    def lacking(self) -> int:
+        """Tokens of `prefix` to be prefilled."""
+        return len(self.prefix) - self.prefilled
+
+    @property
+    def positions_written(self) -> int:
+        """Positions known to be in its pages. A generated token is written by the step that samples the next one."""
+        if self.written < len(self.prefix):
+            return self.written
+        return max(self.written, len(self.request.prompt_token_ids) + len(self.generated) - 1)
 
     @property
     def max_positions(self) -> int:
@@ -81,7 +126,15 @@ class Sequence:
             seed=self.request.sample_seed(self.index),
             prompt_tokens=len(self.request.prompt_token_ids),
             generated=len(self.generated),
+            cached=self.written,
+            seen=self.prefix[: self.written] if self.request.params.has_penalties else (),
         )
+
+    def tokens(self, start: int, end: int) -> tuple[int, ...]:
+        """Of prompt and answer, at positions [start, end)."""
+        prompt = self.request.prompt_token_ids
+        past = len(prompt)
+        return prompt[start:end] + tuple(self.generated[max(start - past, 0) : max(end - past, 0)])
 
     def append(self, token_ids: list[int]) -> FinishReason | None:
         """Takes tokens in and says whether the last one ends the sequence. Mirrors the test on the device."""
@@ -93,16 +146,21 @@ class Sequence:
             self.finish_reason = FinishReason.LENGTH
         return self.finish_reason
 
-    def leave(self) -> list[int]:
-        """Gives up slot and pages, and makes results in flight stale. Returns the pages."""
-        pages, self.pages = self.pages, []
+    def leave(self) -> None:
+        """Gives up the slot, and makes results in flight stale."""
         self.slot = None
         self.incarnation += 1
-        return pages
+
+    def give_up_pages(self) -> None:
+        """Forgets its pages; whoever they are left to knows them."""
+        self.pages = []
+        self.node = None
+        self.granted = self.kept = self.written = 0
 
     def rewind(self) -> None:
-        """After `leave`: to be prefilled again, with the tokens generated so far."""
+        """After it left: to be prefilled again, with the tokens generated so far."""
         self.prefix = self.request.prompt_token_ids + tuple(self.generated)
+        self.hashes = None
         self.prefilled = 0
         self.preemptions += 1
 

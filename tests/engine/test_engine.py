@@ -10,8 +10,16 @@ from typing import Any
 import hypothesis.strategies as st
 import pytest
 from hypothesis import HealthCheck, settings
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
+from jetserve.config import SchedulerSettings
 from jetserve.engine.engine import Engine
 from jetserve.engine.fake import FakeExecutor
 from jetserve.engine.plan import Admission
@@ -22,6 +30,7 @@ from jetserve.errors import InvalidRequest
 from jetserve.request import FinishReason, ModelLimits, Request, SamplingParams
 
 VOCAB = 50
+SYSTEM = tuple((7 * i + 3) % VOCAB for i in range(20))  # what prompts have in common
 LIMITS = ModelLimits(vocab_size=VOCAB, max_length=40, eos_token_ids=(0,), max_prompt_tokens=39)
 SIZING = Sizing(
     slots=4,
@@ -62,8 +71,8 @@ def solo(request: Request, index: int) -> list[int]:
     return answer
 
 
-def engine(sizing: Sizing = SIZING, **changes: Any) -> Engine:
-    return Engine(Scheduler(sizing), FakeExecutor(sizing, VOCAB, next_token=next_token, **changes))
+def engine(sizing: Sizing = SIZING, settings: SchedulerSettings | None = None, **changes: Any) -> Engine:
+    return Engine(Scheduler(sizing, settings), FakeExecutor(sizing, VOCAB, next_token=next_token, **changes))
 
 
 def request(prompt: Ids[int], max_tokens: int, name: str | None = None, **params: Any) -> Request:
@@ -251,26 +260,35 @@ class Asked:
 
 
 class Interleavings(RuleBasedStateMachine):
-    """Arrivals, aborts and steps in any order, over pools of any size."""
+    """Arrivals, aborts, flushes and steps in any order, over pools of any size, with prompts that share beginnings."""
 
     @initialize(
         pages=st.integers(2, 14),
+        cache=st.sampled_from([(True, 0), (True, 1), (True, 6), (False, 0)]),
+        policy=st.sampled_from(["fcfs", "longest_prefix"]),
+        ageing=st.integers(1, 4),
+        tpot_target_ms=st.sampled_from([None, 1e-9]),
         page_size=st.sampled_from([1, 2, 4]),
         slots=st.sampled_from([1, 2, 4]),
         steps=st.sampled_from([(1,), (1, 3), (2, 4)]),
         prefill=st.sampled_from([((4,), 4, 1), ((4, 8), 8, 3), ((8,), 5, 2)]),
     )
-    def begin(self, pages: int, page_size: int, slots: int, steps: tuple[int, ...], prefill: Any) -> None:
+    def begin(
+        self, pages: int, page_size: int, slots: int, steps: tuple[int, ...], prefill: Any, cache: tuple[bool, int],
+        **settings: Any,
+    ) -> None:  # fmt: skip
         sizes, tokens, rows = prefill
         batches = tuple(size for size in (1, 2, 4) if size <= slots)
-        self.sizing = Sizing(slots, 40, page_size, pages, sizes, rows, tokens, batches, steps)
-        self.engine = engine(self.sizing)
+        self.sizing = Sizing(slots, 40, page_size, pages, sizes, rows, tokens, batches, steps, *cache)
+        self.engine = engine(self.sizing, SchedulerSettings.model_validate(settings))
         self.asked: dict[str, Asked] = {}
         self.owners: dict[tuple[Sequence, int], int | None] = {}
         self.names = 0
 
     @rule(
-        prompt=st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=20),
+        own=st.lists(st.integers(0, VOCAB - 1), max_size=9),
+        shared=st.integers(0, 20),
+        salt=st.sampled_from([None, None, "a"]),
         max_tokens=st.integers(1, 14),
         min_tokens=st.integers(0, 3),
         n=st.integers(1, 2),
@@ -278,14 +296,34 @@ class Interleavings(RuleBasedStateMachine):
         stops=st.lists(st.integers(0, VOCAB - 1), max_size=3),
     )
     def arrive(
-        self, prompt: list[int], max_tokens: int, min_tokens: int, n: int, priority: int, stops: list[int]
-    ) -> None:
+        self, own: list[int], shared: int, salt: str | None, max_tokens: int, min_tokens: int, n: int, priority: int,
+        stops: list[int],
+    ) -> None:  # fmt: skip
+        self._ask([*SYSTEM[:shared], *(own or [1])], salt, max_tokens, min_tokens, n, priority, stops)
+
+    @precondition(lambda self: self.asked)
+    @rule(data=st.data(), own=st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=5), max_tokens=st.integers(1, 9))
+    def next_turn(self, data: st.DataObject, own: list[int], max_tokens: int) -> None:
+        """A prompt that goes on from an earlier answer, or from what there is of it."""
+        before = self.asked[data.draw(st.sampled_from(sorted(self.asked)))]
+        prompt = [*before.request.prompt_token_ids, *before.tokens[0], *own]
+        if len(prompt) < LIMITS.max_length:
+            self._ask(prompt, before.request.cache_salt, max_tokens, 0, 1, 0, [])
+
+    @rule()
+    def flush(self) -> None:
+        self.engine.flush()
+
+    def _ask(
+        self, prompt: list[int], salt: str | None, max_tokens: int, min_tokens: int, n: int, priority: int,
+        stops: list[int],
+    ) -> None:  # fmt: skip
         params = SamplingParams(
             max_tokens=max_tokens, min_tokens=min(min_tokens, max_tokens), n=n, stop_token_ids=tuple(stops), seed=9
         )
         self.names += 1
         name = f"r{self.names}"
-        asked = Request.create(prompt, params, LIMITS, request_id=name, priority=priority, now=0.0)
+        asked = Request.create(prompt, params, LIMITS, request_id=name, priority=priority, cache_salt=salt, now=0.0)
         pages = -(-(len(prompt) + asked.max_tokens - 1) // self.sizing.page_size)
         if pages > self.sizing.usable_pages:
             with pytest.raises(InvalidRequest):
@@ -327,6 +365,8 @@ class Interleavings(RuleBasedStateMachine):
         for sequence in self.engine.scheduler.rows.residents:
             key = (sequence, sequence.incarnation)
             assert self.owners.setdefault(key, sequence.slot) == sequence.slot
+        if not self.sizing.prefix_cache:
+            assert self.engine.status().cached_pages == 0
         assert self.engine.status().running + self.engine.status().waiting == sum(
             len(asked.open) for asked in self.asked.values()
         )
@@ -348,3 +388,22 @@ TestInterleavings = Interleavings.TestCase
 TestInterleavings.settings = settings(
     max_examples=60, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
 )
+
+
+@pytest.mark.slow
+def test_ten_thousand_steps_of_interleavings() -> None:
+    steps = 0
+
+    class Counted(Interleavings):
+        @rule()
+        def one_more(self) -> None:
+            self.step(1)
+
+        def books_agree(self) -> None:
+            nonlocal steps
+            super().books_agree()
+            steps += 1
+
+    more = settings(max_examples=500, stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck))
+    run_state_machine_as_test(Counted, settings=more)
+    assert steps >= 10_000

@@ -292,7 +292,6 @@ TWO_LOADS = (HostMove(4, 0), HostMove(4, 0))
         (hit(5, SHARED, copies=(PageCopy(7, 3),)), "holds nothing"),
         (hit(5, SHARED, copies=(PageCopy(2, 0),)), "trash"),
         (hit(5, SHARED, copies=(PageCopy(9, 3),)), "no such page"),
-        (hit(5, SHARED, copies=(PageCopy(3, 3),)), "to itself"),
         (hit(5, SHARED, copies=COPIED * 2), "copied to one"),
         (hit(4, SHARED, saves=(HostMove(1, 2),)), "no such block"),
         (hit(4, SHARED, saves=(HostMove(0, 1),)), "trash"),

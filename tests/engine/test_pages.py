@@ -24,16 +24,6 @@ def test_freed_page_is_handed_out_again() -> None:
     assert pool.alloc(1) == [2]
 
 
-def test_shared_page_is_free_when_its_last_holder_lets_go() -> None:
-    pool = PagePool(3)
-    [page] = pool.alloc(1)
-    pool.share([page])
-    pool.free([page])
-    assert pool.free_pages == 1
-    pool.free([page])
-    assert pool.free_pages == 2
-
-
 def test_more_pages_than_are_free_is_a_bug() -> None:
     with pytest.raises(AssertionError, match="count=3 pages asked for, 2 are free"):
         PagePool(3).alloc(3)
@@ -43,37 +33,36 @@ def test_freeing_twice_is_a_bug() -> None:
     pool = PagePool(3)
     pages = pool.alloc(1)
     pool.free(pages)
-    with pytest.raises(AssertionError, match="more often"):
+    with pytest.raises(AssertionError, match="page=1 is freed twice"):
         pool.free(pages)
 
 
-def test_free_page_cannot_be_shared() -> None:
-    with pytest.raises(AssertionError, match="free and cannot"):
-        PagePool(3).share([1])
+def test_trash_page_is_never_freed() -> None:
+    with pytest.raises(AssertionError, match="trash"):
+        PagePool(3).free([0])
 
 
-def test_check_finds_a_lost_page() -> None:
+@pytest.mark.parametrize(
+    ("owned", "message"), [([1], "pages taken"), ([1, 2, 3], "pages taken"), ([1, 2, 2], "owned twice: .2.")]
+)
+def test_check_finds_lost_free_and_twice_owned_pages(owned: list[int], message: str) -> None:
     pool = PagePool(4)
-    pages = pool.alloc(2)
-    pool.check(pages)
-    with pytest.raises(AssertionError):
-        pool.check(pages[:1])
+    pool.check(())
+    pool.check(reversed(pool.alloc(2)))
+    with pytest.raises(AssertionError, match=message):
+        pool.check(owned)
 
 
-@given(st.lists(st.tuples(st.sampled_from(["alloc", "share", "free"]), st.integers(0, 5)), max_size=60))
-def test_books_agree_with_a_list_of_holders(verbs: list[tuple[str, int]]) -> None:
+@given(st.lists(st.tuples(st.sampled_from(["alloc", "free"]), st.integers(0, 5)), max_size=60))
+def test_books_agree_with_a_list_of_owned_pages(verbs: list[tuple[str, int]]) -> None:
     pool = PagePool(8)
-    held: list[int] = []
+    owned: list[int] = []
     for verb, number in verbs:
         if verb == "alloc" and number <= pool.free_pages:
             pages = pool.alloc(number)
-            assert not set(pages) & set(held)
-            held += pages
-        elif verb == "share" and held:
-            page = held[number % len(held)]
-            pool.share([page])
-            held.append(page)
-        elif verb == "free" and held:
-            pool.free([held.pop(number % len(held))])
-        pool.check(held)
-        assert pool.free_pages == 7 - len(set(held))
+            assert not set(pages) & set(owned)
+            owned += pages
+        elif verb == "free" and owned:
+            pool.free([owned.pop(number % len(owned))])
+        pool.check(owned)
+        assert pool.free_pages == 7 - len(owned)

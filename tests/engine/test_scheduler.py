@@ -254,7 +254,7 @@ def test_admission_keeps_one_page_for_each_running_row() -> None:
     assert len(s.schedule(0).admissions) == 1
     add((1,), 2)  # one page of one free, and one row runs: waits
     assert s.schedule(0).admissions == ()
-    assert s.pool.free_pages == 1
+    assert s.memory.pool.free_pages == 1
     assert s.waiting == 1
 
 
@@ -286,8 +286,8 @@ def test_dry_pool_preempts_the_newest_and_resumes_it_with_its_tokens() -> None:
     s.check()
     assert news(s.commit(plan, result(plan, (), {0: (999,)}))) == [(0, [999], FinishReason.STOP)]
     plan = s.schedule(0)
-    assert [(x.slot, x.prompt_tokens, x.generated) for x in plan.admissions] == [(0, 2, 3)]
-    assert plan.chunks == (Chunk(0, 0, (5, 6, 20, 21, 22), True),)
+    assert [(x.slot, x.prompt_tokens, x.generated, x.cached) for x in plan.admissions] == [(0, 2, 3, 4)]
+    assert plan.chunks == (Chunk(0, 4, (22,), True),)  # the page it had was not needed meanwhile
     assert s.take_started() == [Update(old, []), Update(young, [])]  # once each
     assert news(s.commit(plan, result(plan, (23,), {0: (24,)}))) == [(1, [23], None), (1, [24], None)]
     assert young.generated == [20, 21, 22, 23, 24]
@@ -297,7 +297,7 @@ def test_preempted_sequence_waits_until_it_would_not_be_preempted_again() -> Non
     s, old, young = two_rows_in_a_full_pool()
     plans = [s.schedule(0) for _ in range(5)]  # old decodes positions 4..7, two of three pages are its own
     assert [plan.is_empty for plan in plans] == [False, False, False, False, True]
-    assert (old.preemptions, young.preemptions, s.waiting, s.pool.free_pages) == (0, 1, 1, 1)
+    assert (old.preemptions, young.preemptions, s.waiting, s.memory.available_pages) == (0, 1, 1, 1)
 
 
 def test_row_needing_pages_while_another_may_have_ended_preempts_nobody() -> None:
@@ -307,7 +307,7 @@ def test_row_needing_pages_while_another_may_have_ended_preempts_nobody() -> Non
     young = add((5,), 9)
     plan0 = s.schedule(0)  # old: positions 0..3; young: 0..1
     plan1 = s.schedule(0)  # old: its second page, the last free one
-    assert s.pool.free_pages == 0
+    assert s.memory.pool.free_pages == 0
     s.commit(plan0, result(plan0, (10, 20), {0: (11,), 1: (21,)}))
     plan2 = s.schedule(0)
     s.commit(plan1, result(plan1, (), {0: (12,), 1: (22,)}))
@@ -352,7 +352,7 @@ def test_aborted_sequence_frees_slot_and_pages_at_once() -> None:
         s.abort(sequence)
         s.check()
     assert s.abort(running) is False
-    assert (s.pool.used_pages, s.rows.used_slots, s.waiting, s.waiting_tokens) == (0, 0, 0, 0)
+    assert (s.memory.used_pages, s.rows.used_slots, s.waiting, s.waiting_tokens) == (0, 0, 0, 0)
 
 
 def test_abort_between_dispatch_and_result_drops_the_result() -> None:

@@ -321,7 +321,8 @@ def _build(
     )
     report("warming up", 0.0)
     executor.warm_up()
-    return Engine(Scheduler(sizes, is_observed=config.kv_events.endpoint is not None), executor)
+    scheduler = Scheduler(sizes, config.scheduler, is_observed=config.kv_events.endpoint is not None)
+    return Engine(scheduler, executor)
 
 
 def _table(form: _Form, weights: Weights[Array], sizes: Sizing, vocab_limit: int) -> Iterator[programs.Program]:

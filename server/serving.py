@@ -7,6 +7,7 @@ were cut off, by the drain timeout or a second signal.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import importlib
 import importlib.util
@@ -27,6 +28,7 @@ from jetserve.orchestrator import Orchestrator
 from jetserve.orchestrator.engine_thread import Load, ReportProgress
 from jetserve.server.grpc_server import GrpcServer
 from jetserve.server.http import HttpServer, application
+from jetserve.server.kv_events import KvEventPublisher
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +40,7 @@ class Server:
     """Everything that listens, around one orchestrator. Ports are open from the start, also while the model loads."""
 
     def __init__(self, config: Config, load: Load) -> None:
-        """Binds both ports; to be called in the event loop.
+        """Binds all ports; to be called in the event loop.
 
         Raises: ConfigError when one cannot be had.
         """
@@ -47,22 +49,28 @@ class Server:
         self._load = load
         self._load_seconds = 0.0
         self._started_seconds = time.monotonic()
-        self.orchestrator = Orchestrator(
-            self._timed_load,
-            config.scheduler,
-            self.metrics,
-            step_timeout_seconds=config.server.step_timeout_seconds,
-            on_failure=lambda _error: self.failed.set(),
-        )
-        self.http = HttpServer(application(self.orchestrator, self.metrics), config.server)
-        try:
+        self.kv_events: KvEventPublisher | None = None
+        with contextlib.ExitStack() as undo:
+            if config.kv_events.endpoint is not None:
+                self.kv_events = KvEventPublisher(config.kv_events)
+                undo.callback(self.kv_events.stop)
+            self.orchestrator = Orchestrator(
+                self._timed_load,
+                config.scheduler,
+                self.metrics,
+                step_timeout_seconds=config.server.step_timeout_seconds,
+                on_failure=lambda _error: self.failed.set(),
+                on_cached=None if self.kv_events is None else self.kv_events.publish,
+            )
+            self.http = HttpServer(application(self.orchestrator, self.metrics), config.server)
+            undo.callback(self.http.close)
             self.grpc = GrpcServer(self.orchestrator, config.server)
-        except BaseException:
-            self.http.close()
-            raise
+            undo.pop_all()
 
     async def start(self) -> None:
-        """Opens both faces and begins to load."""
+        """Opens all faces and begins to load."""
+        if self.kv_events is not None:
+            self.kv_events.start()
         await self.grpc.start()
         await self.http.start()
         await self.orchestrator.start()
@@ -104,6 +112,9 @@ class Server:
             await asyncio.wait_for(stopping, _STOP_SECONDS)
         except TimeoutError:
             return False
+        finally:
+            if self.kv_events is not None:
+                await asyncio.to_thread(self.kv_events.stop)
         return True
 
     def _timed_load(self, report: ReportProgress) -> LoadedModel:
@@ -188,8 +199,15 @@ def _listening(config: Config, server: Server) -> str:
     return (
         f"jetserve {version('jetserve')}: {config.model.served_name or config.model.name}\n"
         f"  gRPC  {grpc}{tls}  jetserve.v1.Inference, jetstream_proto.Orchestrator, health, reflection\n"
-        f"  HTTP  http://{http}  /metrics /healthz /readyz"
+        f"  HTTP  http://{http}  /metrics /healthz /readyz{_kv_events(server.kv_events)}"
     )
+
+
+def _kv_events(publisher: KvEventPublisher | None) -> str:
+    if publisher is None:
+        return ""
+    replay = "" if publisher.replay_endpoint is None else f", replay {publisher.replay_endpoint}"
+    return f"\n  ZMQ   {publisher.endpoint}  KV events{replay}"
 
 
 def _ready(config: Config, server: Server, seconds: float) -> str:

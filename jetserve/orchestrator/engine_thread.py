@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from jetserve.engine.engine import Engine, EngineStatus, LoadedModel
+from jetserve.engine.kv_events import AllBlocksCleared, KvEvent
 from jetserve.engine.scheduler import Update
 from jetserve.errors import Unavailable
 from jetserve.request import Request
@@ -47,6 +48,7 @@ class Listener(NamedTuple):
     Attributes:
       progress: what loading is at, and how far, from 0 to 1.
       loaded: the model can serve.
+      cached: what happened to cached blocks, when something did; the first of all is that there are none.
       stepped: a round of commands and, if there was work, a step of the engine are over.
       failed: the thread died of this.
       stopped: always the last call.
@@ -54,6 +56,7 @@ class Listener(NamedTuple):
 
     progress: Callable[[str, float], None]
     loaded: Callable[[LoadedModel], None]
+    cached: Callable[[list[KvEvent]], None]
     stepped: Callable[[list[Update], EngineStatus], None]
     failed: Callable[[BaseException], None]
     stopped: Callable[[], None]
@@ -115,6 +118,8 @@ class EngineThread:
             self._post(listener.stopped)
 
     def _serve(self, engine: Engine) -> None:
+        # Who followed the process before this one still believes in its blocks.
+        self._post(self._listener.cached, [AllBlocksCleared()])
         self._post(self._listener.stepped, [], engine.status())
         while self._obey(engine):
             updates: list[Update] = []
@@ -125,6 +130,8 @@ class EngineThread:
                 self._step_started_seconds = None
             if not engine.has_work:
                 engine.check()  # nothing runs: a good time to find that something was lost
+            if events := engine.take_kv_events():
+                self._post(self._listener.cached, events)
             self._post(self._listener.stepped, updates, engine.status())
 
     def _obey(self, engine: Engine) -> bool:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from jetserve.config import SchedulerSettings
 from jetserve.engine.engine import EngineStatus, LoadedModel
+from jetserve.engine.kv_events import KvEvent
 from jetserve.engine.scheduler import Update
 from jetserve.errors import (
     DeadlineExceeded,
@@ -63,6 +64,8 @@ class Orchestrator:
       load: makes the model, in the engine thread; reports its progress as (what, fraction from 0 to 1).
       step_timeout_seconds: a step that takes longer is not ready; one that takes `HANG_FACTOR` times as long, not live.
       on_failure: called in the event loop when loading or the engine failed.
+      on_cached: called in the event loop with what happened to cached blocks in a step, first that there are none; the
+        model must have been loaded with an eye on them.
       clock: of deadlines and durations.
     """
 
@@ -74,6 +77,7 @@ class Orchestrator:
         *,
         step_timeout_seconds: float = 60.0,
         on_failure: Callable[[BaseException], None] | None = None,
+        on_cached: Callable[[list[KvEvent]], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._settings = settings or SchedulerSettings()
@@ -89,7 +93,14 @@ class Orchestrator:
         self._failure: BaseException | None = None
         self._engine_status = _NO_STATUS
         self._signals = _Signals()
-        listener = Listener(self._loading, self._loaded, self._stepped, self._failed, self._signals.stopped.set)
+        listener = Listener(
+            progress=self._loading,
+            loaded=self._loaded,
+            cached=on_cached or _ignore,
+            stepped=self._stepped,
+            failed=self._failed,
+            stopped=self._signals.stopped.set,
+        )
         self._thread = EngineThread(load, listener, clock)
 
     @property
@@ -349,6 +360,10 @@ class Orchestrator:
         self._signals.settled.set()
         if self._on_failure is not None:
             self._on_failure(error)
+
+
+def _ignore(_events: list[KvEvent]) -> None:
+    """For where nobody wants to know."""
 
 
 def _in_words(error: BaseException | None) -> str:

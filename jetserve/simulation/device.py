@@ -6,6 +6,7 @@ waits for results as the real one does. Nothing sleeps: waiting moves the clock.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -38,12 +39,14 @@ class DeviceTotals:
     Attributes:
       prefill_tokens, padded_tokens: of prompts in chunks, and beside them in the programs' sizes.
       busy_seconds: summed over the steps.
+      done_seconds: when the last one is over.
     """
 
     steps: int = 0
     prefill_tokens: int = 0
     padded_tokens: int = 0
     busy_seconds: float = 0.0
+    done_seconds: float = 0.0
 
 
 class SimulatedExecutor:
@@ -55,22 +58,31 @@ class SimulatedExecutor:
     Args:
       cost: of each step on the device.
       host_seconds: that the host spends on each step, while the device may be busy with the one before.
+      dispatched: called with each plan, before time passes.
     """
 
     compilations_after_warmup = 0
 
-    def __init__(self, sizing: Sizing, cost: StepCost, clock: SimulatedClock, *, host_seconds: float = 0.0) -> None:
+    def __init__(
+        self,
+        sizing: Sizing,
+        cost: StepCost,
+        clock: SimulatedClock,
+        *,
+        host_seconds: float = 0.0,
+        dispatched: Callable[[], None] = lambda: None,
+    ) -> None:
         self.totals = DeviceTotals()
-        self._sizing = sizing
         self._cost = cost
         self._clock = clock
         self._host_seconds = host_seconds
-        self._busy_until = 0.0
+        self._dispatched = dispatched
         self._seeds = np.zeros(sizing.slots, np.uint64)
         self._sampled = np.zeros(sizing.slots, np.int64)
         self._limit = np.zeros(sizing.slots, np.int64)
 
     def execute(self, plan: StepPlan) -> SimulatedStep:
+        self._dispatched()
         for admission in plan.admissions:
             slot = admission.slot
             self._seeds[slot] = admission.seed
@@ -102,14 +114,14 @@ class SimulatedExecutor:
         """Puts a plan behind those before it. Returns when it will be done."""
         seconds = self._cost.seconds(plan.shape)
         self._clock.advance_to(self._clock() + self._host_seconds)
-        self._busy_until = max(self._clock(), self._busy_until) + seconds
         totals, tokens = self.totals, plan.prefill_tokens
+        totals.done_seconds = max(self._clock(), totals.done_seconds) + seconds
         totals.steps += 1
         totals.busy_seconds += seconds
         totals.prefill_tokens += tokens
         if tokens:
             totals.padded_tokens += plan.shape.prefill_size - tokens
-        return self._busy_until
+        return totals.done_seconds
 
 
 @dataclass(frozen=True, slots=True)

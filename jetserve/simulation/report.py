@@ -121,7 +121,7 @@ def report(run: Run, limits: Limits, *, config: str, cost: str) -> Report:
     started = [records[at] for at in run.starts]
     ttft = [ttft_ms(record) for record in finished]
     tpot = [tpot_ms(record) for record in finished]
-    gaps = [gap for record in finished for gap in np.diff(record.message_seconds) * 1e3]
+    gaps = [gap for record in finished for gap in (np.diff(record.message_seconds) * 1e3).tolist()]
     good = [record for record, *times in zip(finished, ttft, tpot, strict=True) if limits.are_met(*times)]
     prompt_tokens = sum(len(record.prompt_token_ids) for record in started)
     ideal = ideal_cached_tokens(started)
@@ -173,7 +173,7 @@ def report(run: Run, limits: Limits, *, config: str, cost: str) -> Report:
         preemptions=run.status.preemptions,
         evicted_pages=run.status.evicted_pages,
         steps=device.steps,
-        device_busy_share=_ratio(device.busy_seconds, seconds),
+        device_busy_share=_ratio(device.busy_seconds - max(0.0, device.done_seconds - run.end_seconds), seconds),
         **{f"clipped_{name}": number for name, number in run.clipped._asdict().items()},
     )
 

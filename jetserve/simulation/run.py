@@ -19,6 +19,7 @@ from jetserve.engine.cost import LinearCost, StepTimes
 from jetserve.engine.engine import Engine, EngineStatus
 from jetserve.engine.scheduler import Scheduler, Update
 from jetserve.engine.sizing import Sizing
+from jetserve.errors import ConfigError
 from jetserve.request import FinishReason, Request, SamplingParams
 from jetserve.simulation.device import DeviceTotals, SimulatedClock, SimulatedExecutor
 from jetserve.simulation.trace import Clipped, Trace, TraceRequest, token_ids
@@ -86,13 +87,18 @@ class Occupancy:
     """How much of something was taken, over time."""
 
     total: int
+    taken: int = 0
     most: int = 0
     integral: float = 0.0
 
-    def hold(self, taken: int, seconds: float) -> None:
-        """So much was taken for so long."""
+    def take(self, taken: int) -> None:
+        """So much is taken from now on."""
+        self.taken = taken
         self.most = max(self.most, taken)
-        self.integral += taken * seconds
+
+    def hold(self, seconds: float) -> None:
+        """It stays so for so long."""
+        self.integral += self.taken * seconds
 
     def mean(self, seconds: float) -> float:
         return self.integral / seconds if seconds else 0.0
@@ -105,7 +111,7 @@ class Run:
     Attributes:
       records: in the trace's order.
       starts: indices of the records in the order in which they got slots.
-      seconds: from the first arrival to the last end.
+      start_seconds, end_seconds: of the first arrival and the last end.
     """
 
     trace: Trace
@@ -113,11 +119,16 @@ class Run:
     clipped: Clipped
     records: tuple[Record, ...]
     starts: tuple[int, ...]
-    seconds: float
+    start_seconds: float
+    end_seconds: float
     slots: Occupancy
     pages: Occupancy
     device: DeviceTotals
     status: EngineStatus
+
+    @property
+    def seconds(self) -> float:
+        return self.end_seconds - self.start_seconds
 
 
 def run(trace: Trace, setup: Setup, progress: Progress | None = None) -> Run:
@@ -125,19 +136,24 @@ def run(trace: Trace, setup: Setup, progress: Progress | None = None) -> Run:
 
     Args:
       trace: cut to the context first; `Run.clipped` says by how much.
+    Raises: ConfigError when the context is too short for any request.
     """
+    if setup.max_tokens < 2:
+        raise ConfigError(
+            "one token of prompt and one of answer do not fit; raise engine.max_length or engine.kv_pages"
+        )
     clipped_trace, clipped = trace.clip(setup.max_tokens)
     simulation = _Simulation(clipped_trace, setup, progress)
     simulation.run()
     sent = [record for record in simulation.records if record.outcome is not Outcome.UNSENT]
-    start = min((record.arrival_seconds for record in sent), default=0.0)
     return Run(
         trace=trace,
         setup=setup,
         clipped=clipped,
         records=tuple(simulation.records),
         starts=tuple(simulation.starts),
-        seconds=max((record.end_seconds for record in sent), default=0.0) - start,
+        start_seconds=min((record.arrival_seconds for record in sent), default=0.0),
+        end_seconds=max((record.end_seconds for record in sent), default=0.0),
         slots=simulation.slots,
         pages=simulation.pages,
         device=simulation.executor.totals,
@@ -183,7 +199,9 @@ class _Simulation:
     def __init__(self, trace: Trace, setup: Setup, progress: Progress | None) -> None:
         sizing = setup.sizing
         self.clock = SimulatedClock()
-        self.executor = SimulatedExecutor(sizing, LinearCost(setup.times), self.clock, host_seconds=setup.host_seconds)
+        self.executor = SimulatedExecutor(
+            sizing, LinearCost(setup.times), self.clock, host_seconds=setup.host_seconds, dispatched=self._look
+        )
         scheduler = Scheduler(sizing, setup.settings, LinearCost(setup.times))
         self.engine = Engine(scheduler, self.executor, clock=self.clock)
         self.records = [Record(request) for request in trace.requests]
@@ -208,19 +226,21 @@ class _Simulation:
                 now = self.clock()
                 self._take_events(now, before_it=True)
                 self._take(updates, now)
-                self._queue.free_slots = self._setup.sizing.slots - self.slots_used
+                self._queue.free_slots = self._setup.sizing.slots - self.engine.scheduler.rows.used_slots
             elif self._events:
                 self.clock.advance_to(self._events[0][0])
             else:
                 break
-            seconds = self.clock() - before
-            self.slots.hold(self.slots_used, seconds)
-            self.pages.hold(self.engine.scheduler.memory.used_pages, seconds)
+            self.slots.hold(self.clock() - before)
+            self.pages.hold(self.clock() - before)
+            self._look()
         self.engine.check()
 
-    @property
-    def slots_used(self) -> int:
-        return self.engine.scheduler.rows.used_slots
+    def _look(self) -> None:
+        """Sees how much is taken. While a step runs that is what its plan took."""
+        scheduler = self.engine.scheduler
+        self.slots.take(scheduler.rows.used_slots)
+        self.pages.take(scheduler.memory.used_pages)
 
     def _schedule_openings(self) -> None:
         for at, record in enumerate(self.records):
@@ -278,28 +298,26 @@ class _Simulation:
         )
 
     def _take(self, updates: list[Update], now: float) -> None:
+        """Takes in what a step brought; requests that ran out of time while it ran hear no more of it."""
         for update in updates:
             at = int(update.sequence.request.request_id)
-            if at not in self._live:
-                continue  # it ran out of time while the step ran
             record = self.records[at]
-            if not update.token_ids:
-                if update.finish_reason is FinishReason.ABORT:
-                    self._end(at, Outcome.SHED, now)
-                else:
-                    self._start(at, record, update)
+            if not update.token_ids and update.finish_reason is None:
+                self.starts.append(at)
+                record.cached_tokens = update.sequence.cached
+                if at in self._live:
+                    record.scheduled_seconds = update.sequence.scheduled_seconds
+                    self._queue.leave(len(record.prompt_token_ids))
+            elif at not in self._live:
                 continue
-            record.token_ids += update.token_ids
-            if not record.message_seconds or record.message_seconds[-1] != now:
-                record.message_seconds.append(now)
-            if update.finish_reason is not None:
-                self._end(at, Outcome.FINISHED, now)
-
-    def _start(self, at: int, record: Record, update: Update) -> None:
-        self._queue.leave(len(record.prompt_token_ids))
-        self.starts.append(at)
-        record.scheduled_seconds = update.sequence.scheduled_seconds
-        record.cached_tokens = update.sequence.cached
+            elif update.finish_reason is FinishReason.ABORT:
+                self._end(at, Outcome.SHED, now)
+            else:
+                record.token_ids += update.token_ids
+                if not record.message_seconds or record.message_seconds[-1] != now:
+                    record.message_seconds.append(now)
+                if update.finish_reason is not None:
+                    self._end(at, Outcome.FINISHED, now)
 
     def _end(self, at: int, outcome: Outcome, now: float) -> None:
         record = self.records[at]

@@ -33,7 +33,8 @@ _TRUSTED = 3  # the first ones set the scale, however far off
 _LEAST_VARIANCE = 1e-6
 _MOST_ERROR = 8.0  # of one measurement, that is believed
 _LEAST_GAIN = 0.005  # a measurement corrects its prediction by this part at least: 200 of them are remembered
-_CHANGED_AFTER = 5  # far ones in a row, on one side, of all steps or those with one main term: times have changed
+_USUAL_DEVIATIONS = 1.0  # of a measurement
+_CHANGED_DEVIATIONS = 10.0  # beyond the usual, summed up on one side: times have changed
 _CHANGED = 0.05  # and so much of the doubt about the prior is back
 _MEASURED_AFTER = 16
 
@@ -167,7 +168,7 @@ class LinearCost:
         self._covariance = self._prior_covariance.copy()
         self._noise = _NOISE_DEVIATION**2
         self._observations = 0
-        self._astray = [0] * (count + 1)  # far measurements in a row, by main term and of all; negative for those below
+        self._above, self._below = [0.0] * (count + 1), [0.0] * (count + 1)  # by main term, and of all: see `_watch`
 
     @property
     def is_measured(self) -> bool:
@@ -210,16 +211,16 @@ class LinearCost:
         reach = self._covariance.dot(slope)
         variance = max(float(slope.dot(reach)), _LEAST_VARIANCE)
         noise = self._noise
-        far = abs(error) / min(_FAR_DEVIATIONS * math.sqrt(variance + noise), _FAR_ERROR)
-        self._watch(parts.index(max(parts)), 0 if far <= 1 else 1 if error > 0 else -1)
+        far = error / min(_FAR_DEVIATIONS * math.sqrt(variance + noise), _FAR_ERROR)
+        self._watch(parts.index(max(parts)), _FAR_DEVIATIONS * min(max(far, -1.0), 1.0))
         widened = max(variance, noise * _LEAST_GAIN / (1 - _LEAST_GAIN))
         growth = widened / variance
-        spread = (widened + noise) * (1.0 if self._observations <= _TRUSTED else max(far, 1.0) ** 2)
+        spread = (widened + noise) * (1.0 if self._observations <= _TRUSTED else max(far * far, 1.0))
         self._move(reach * (growth * error / spread))
         # Widened along `slope` alone (directional forgetting), then narrowed by the measurement.
         self._covariance += reach[:, None] * (reach * ((growth - 1) / variance - growth * growth / spread))
         if self.is_measured:
-            seen = error * error if far <= 1 else 2 * noise
+            seen = error * error if abs(far) <= 1 else 2 * noise
             self._noise = min(max(noise + _NOISE_SHARE * (seen - noise), _LEAST_NOISE), _MOST_NOISE)
 
     def _move(self, by: NDArray[np.float64]) -> None:
@@ -229,19 +230,15 @@ class LinearCost:
             self._terms = self._terms.clip(_LEAST_SECONDS, _MOST_SECONDS)
             self._seconds = self._terms.tolist()
 
-    def _watch(self, term: int, side: int) -> None:
-        """Counts measurements far above (1) or below (-1) what was predicted, and takes the hint when they persist."""
-        astray = self._astray
+    def _watch(self, term: int, deviations: float) -> None:
+        """Sums up how far measurements are off, and takes the hint when they keep to one side (CUSUM, Page 1954)."""
         for at in (term, _ALL):
-            count = astray[at]
-            if side == 0:
-                astray[at] = count - (count > 0) + (count < 0)
-            else:
-                astray[at] = count + side if count * side >= 0 else side
-                if abs(astray[at]) >= _CHANGED_AFTER:
-                    self._astray = [0] * len(astray)
-                    self._covariance += _CHANGED * (self._prior_covariance - self._covariance)
-                    return
+            above = self._above[at] = max(0.0, self._above[at] + deviations - _USUAL_DEVIATIONS)
+            below = self._below[at] = max(0.0, self._below[at] - deviations - _USUAL_DEVIATIONS)
+            if above > _CHANGED_DEVIATIONS or below > _CHANGED_DEVIATIONS:
+                self._above, self._below = [0.0] * len(self._above), [0.0] * len(self._below)
+                self._covariance += _CHANGED * (self._prior_covariance - self._covariance)
+                return
 
 
 class _Table:

@@ -138,7 +138,7 @@ class PrefixTree:
           above: on the path to `node`. Its lock moves to `node`.
         """
         while node is not above and node.parent is not None:
-            if not node.locks and node.page is not None and not node.is_detached:
+            if not node.locks and node.page is not None:
                 self.evictable -= 1
             node.locks += 1
             node = node.parent
@@ -210,8 +210,9 @@ class PrefixTree:
         for _ in range(count):
             node = self._device_leaves.pop()
             assert node is not None, f"no leaf is left of {self.evictable} pages that are not locked"
-            assert node.page is not None, node
-            page = node.page
+            page, parent = node.page, node.parent
+            assert page is not None, node
+            assert parent is not None, node
             block = self._take_block() if len(node.tokens) == self.page_size else None
             self._take_page(node)
             self._tell_removed([node], Medium.DEVICE)
@@ -222,7 +223,7 @@ class PrefixTree:
                 self._tell_stored([node], Medium.HOST)
                 self._offer(node)
                 saves[block] = HostMove(page, block)  # replaces one whose block was taken again
-            self._offer_parent(node)
+            self._offer(parent)
             pages.append(page)
         return Evicted(pages, list(saves.values()))
 
@@ -251,7 +252,7 @@ class PrefixTree:
             if node.page is not None:
                 self._detached.add(node)
                 freed += self._let_go(node) if not node.locks else []
-            node.children = []
+            node.children = []  # no cycle is left to collect
         self.evictable = 0
         self._roots.clear()
         self._hashes.clear()
@@ -390,11 +391,12 @@ class PrefixTree:
             if node is None:
                 return None
             assert node.block is not None
+            assert node.parent is not None
             self._free_blocks.append(node.block)
             node.block = None
             self._tell_removed([node], Medium.HOST)
             self._remove(node)
-            self._offer_parent(node)
+            self._offer(node.parent)
         return self._free_blocks.pop()
 
     def _offer(self, node: Node) -> None:
@@ -403,12 +405,6 @@ class PrefixTree:
             self._device_leaves.push(node)
         elif node.is_host_leaf:
             self._host_leaves.push(node)
-
-    def _offer_parent(self, node: Node) -> None:
-        """After a node was given up: whoever used it used its parent."""
-        assert node.parent is not None
-        node.parent.last_used = max(node.parent.last_used, node.last_used)
-        self._offer(node.parent)
 
     def _tell_stored(self, nodes: Sequence[Node], medium: Medium) -> None:
         """Of consecutive nodes, only the last of which may be partial."""

@@ -384,15 +384,6 @@ def test_inserting_what_is_there_already_uses_it() -> None:
     assert tree.evict(3).pages == [3, 1, 2]
 
 
-def test_page_is_used_when_those_behind_it_are() -> None:
-    tree = PrefixTree(1)
-    parent = hang(tree, (1,), [1])
-    hang(tree, (2,), [2])
-    tree.insert(parent, (3,), [3])
-
-    assert tree.evict(3).pages == [2, 3, 1]
-
-
 def test_partial_pages_are_dropped_before_those_above() -> None:
     tree = PrefixTree(2, host_blocks=4)
     hang(tree, (1, 2, 3), (1, 2))
@@ -494,6 +485,17 @@ def test_page_is_queued_when_what_follows_it_is_spare_on_the_host() -> None:
     assert (inserted.node.page, inserted.spare) == (3, [4])
     tree.check()
     assert tree.evict(1).pages == [3]
+
+
+def test_page_is_used_when_it_comes_back() -> None:
+    tree = PrefixTree(1, host_blocks=1)
+    node = hang(tree, (1,), [1])
+    tree.evict(1)
+    hang(tree, (2,), [2])
+
+    tree.restore([node], [3])
+
+    assert tree.evict(2).pages == [2, 3]
 
 
 def test_only_pages_behind_the_device_come_back() -> None:

@@ -1,7 +1,9 @@
 """The client under its short name. Imports no jax."""
 
 from jetserve.request import Delta, FinishReason, SamplingParams, TokenLogprobs, Usage
-from jetserve.server.client import DEFAULT_ADDRESS, AsyncClient, AsyncStream, Client, Stream
+from jetserve.server.async_client import AsyncClient, AsyncStream
+from jetserve.server.client import Client, Stream
+from jetserve.server.connection import DEFAULT_ADDRESS
 from jetserve.server.replies import Completion, ModelDescription, ServerStatus
 
 __all__ = [

@@ -7,7 +7,7 @@ JetserveError
 |-- FetchError             a demo model cannot be fetched
 `-- RequestError           one request cannot be served; others are not affected
     |-- InvalidRequest     the request itself is wrong; sending it again cannot help
-    |-- Overloaded         the queue is full; try again after `retry_after_seconds`
+    |-- Overloaded         the queue is full, or too slow for the request; try again after `retry_after_seconds`
     |-- Unavailable        loading, draining or failed; another replica may answer
     |-- DeadlineExceeded   the request's own deadline passed
     |-- RequestAborted     somebody aborted it
@@ -47,7 +47,7 @@ class InvalidRequest(RequestError):
 
 
 class Overloaded(RequestError):
-    """The queue is full. `retry_after_seconds` is our estimate of when it will not be."""
+    """The queue is full, or too slow for the request. `retry_after_seconds` is our estimate of when it will not be."""
 
     def __init__(self, message: str, retry_after_seconds: float) -> None:
         super().__init__(message)

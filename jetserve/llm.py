@@ -15,6 +15,7 @@ from jetserve import config as configs
 from jetserve.config import Config
 from jetserve.engine.engine import LoadedModel
 from jetserve.errors import ConfigError, InvalidRequest
+from jetserve.orchestrator.intake import MIN_RETRY_SECONDS, hopeless
 from jetserve.orchestrator.stream import Sample
 from jetserve.request import FinishReason, Request, SamplingParams, TokenLogprobs, Usage
 
@@ -78,17 +79,25 @@ class LLM:
             raise ConfigError("this LLM was closed; make a new one")
         return self.model
 
-    def generate(self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | None = None) -> list[Completion]:
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | None = None,
+        *,
+        cache_salt: str | None = None,
+    ) -> list[Completion]:
         """Completes all prompts, as many at once as there are slots.
 
         Args:
           prompts: texts or lists of token ids, or a single one.
           params: for all of them; None samples at temperature 1 to the end of the context.
+          cache_salt: cached prefixes are shared only among calls with an equal one.
         Returns: completions in the order of the prompts, `params.n` behind one another for each.
-        Raises: InvalidRequest naming the prompt; then none was run.
+        Raises: InvalidRequest naming the prompt; then none was run. Overloaded when `scheduler.shed_hopeless` gave a
+          prompt up; then no answer is returned.
         """
         params = params or SamplingParams()
-        requests = [self._request(index, prompt, params) for index, prompt in enumerate(_as_list(prompts))]
+        requests = [self._request(index, prompt, params, cache_salt) for index, prompt in enumerate(_as_list(prompts))]
         model = self.loaded
         engine = model.engine
         samples = {
@@ -110,6 +119,10 @@ class LLM:
             for index in range(params.n)
         ]
 
+    def flush_cache(self) -> int:
+        """Forgets all cached prefixes. Returns how many pages that freed."""
+        return self.loaded.engine.flush()
+
     def close(self) -> None:
         """Lets go of weights and cache."""
         self.model = None
@@ -122,11 +135,11 @@ class LLM:
     ) -> None:
         self.close()
 
-    def _request(self, index: int, prompt: Prompt, params: SamplingParams) -> Request:
+    def _request(self, index: int, prompt: Prompt, params: SamplingParams, cache_salt: str | None) -> Request:
         model = self.loaded
         try:
             ids = model.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
-            request = Request.create(ids, params, model.limits)
+            request = Request.create(ids, params, model.limits, cache_salt=cache_salt)
             model.engine.require_fit(request)
         except InvalidRequest as error:
             raise InvalidRequest(f"prompt {index}: {error}") from None
@@ -137,11 +150,14 @@ class LLM:
         with self._bar() as bar:
             task = bar.add_task("generating", total=len(samples))
             while engine.has_work:
-                for sequence, token_ids, logprobs, reason in engine.step(time.monotonic()):
-                    if not token_ids:
+                for update in engine.step(time.monotonic()):
+                    sequence = update.sequence
+                    if not update.token_ids:
+                        if update.finish_reason is not None:
+                            raise hopeless(sequence, engine.status().retry_after_seconds or MIN_RETRY_SECONDS)
                         continue
                     sample = samples[sequence.request.request_id, sequence.index]
-                    if sample.arrive(token_ids, logprobs, reason):
+                    if sample.arrive(update):
                         engine.abort(sequence.request.request_id, sequence.index)
                     if sample.finish_reason is not None:
                         bar.advance(task)

@@ -259,7 +259,12 @@ class TokenLogprobs(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Tokens of one request. `completion_tokens` counts the end token, as `token_ids` holds it."""
+    """Tokens of one sample.
+
+    Attributes:
+      completion_tokens: with the end token, as `token_ids` holds it.
+      cached_tokens: of the prompt, that were not computed because the prefix cache had them when the sample first ran.
+    """
 
     prompt_tokens: int
     completion_tokens: int

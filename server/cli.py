@@ -20,8 +20,10 @@ from jetserve.errors import ConfigError, InvalidRequest, JetserveError
 
 if TYPE_CHECKING:
     from jetserve.config import Config
-    from jetserve.request import SamplingParams, Usage
-    from jetserve.server.client import Client
+    from jetserve.request import Usage
+    from jetserve.server.client import Client, Stream
+    from jetserve.server.connection import CallOptions
+    from jetserve.server.replies import Completion
 
 app = typer.Typer(
     name="jetserve",
@@ -186,18 +188,31 @@ def client(
     seed: Seed = None,
     stop: Stop = None,
     as_json: AsJson = False,
+    cache_salt: Annotated[
+        str | None, typer.Option(metavar="TEXT", help="Share cached prefixes only with requests of this salt.")
+    ] = None,
+    priority: Annotated[int, typer.Option(help="Lower runs first.")] = 0,
+    usage: Annotated[
+        bool | None, typer.Option("--usage/--no-usage", help="Token counts on stderr. Default: on a terminal.")
+    ] = None,
     status: Annotated[bool, typer.Option("--status", help="Show how the server is doing.")] = False,
     model_info: Annotated[bool, typer.Option("--model-info", help="Show the server's model.")] = False,
+    flush_cache: Annotated[
+        bool, typer.Option("--flush-cache", help="Forget cached prefixes, before the prompt.")
+    ] = False,
     wait: Annotated[float, typer.Option(metavar="SECONDS", help="Wait so long for the server to be ready.")] = 0.0,
     timeout: Annotated[float | None, typer.Option(metavar="SECONDS", help="Give the request up after so long.")] = None,
     root_certificates: Annotated[Path | None, typer.Option(help="PEM file; the connection is TLS.")] = None,
 ) -> None:
-    """Send a prompt to a running server and print the answer as it comes, or ask how the server is doing."""
+    """Send a prompt to a running server and print the answer as it comes, or ask how the server is doing.
+
+    What --flush-cache, --status and --model-info have to say is one JSON object, printed before the answer.
+    """
     from jetserve.request import SamplingParams
     from jetserve.server.client import Client
 
-    if prompt is None and not (status or model_info):
-        raise InvalidRequest("nothing to do: give a prompt, --status or --model-info")
+    if prompt is None and not (status or model_info or flush_cache):
+        raise InvalidRequest("nothing to do: give a prompt, --status, --model-info or --flush-cache")
     params = SamplingParams(
         max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, stop=tuple(stop or ())
     )
@@ -205,10 +220,15 @@ def client(
     with Client(server, root_certificates=trusted) as caller:
         if wait:
             caller.wait_until_ready(wait)
-        if status or model_info:
-            _print_server(caller, status=status, model_info=model_info)
+        if status or model_info or flush_cache:
+            _print_server(caller, status=status, model_info=model_info, flush_cache=flush_cache)
         if prompt is not None:
-            _print_stream(caller, prompt, params, timeout, as_json=as_json)
+            options: CallOptions = {"timeout_seconds": timeout, "priority": priority, "cache_salt": cache_salt}
+            if as_json:
+                _print_completion(caller.generate(prompt, params, **options)[0])
+            else:
+                shows_usage = sys.stderr.isatty() if usage is None else usage
+                _print_stream(caller.stream(prompt, params, **options), shows_usage=shows_usage)
 
 
 @app.command()
@@ -245,6 +265,43 @@ def fetch(name: Annotated[str, typer.Argument(help="demo or demo-gemma.")]) -> N
 
 
 @app.command()
+def simulate(
+    cost: Annotated[Path, typer.Option(metavar="FILE", help="YAML file with the step times of a model and a chip.")],
+    workload: Annotated[
+        str | None, typer.Option(metavar="NAME", help="azure-conversation, sharegpt, ..: a wrong name lists them all.")
+    ] = None,
+    trace: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="JSON lines of ours or Mooncake's, or Azure's CSV.")
+    ] = None,
+    config: ConfigFile = None,
+    settings: Settings = None,
+    requests: Annotated[int | None, typer.Option(help="How many. Default: the workload's, all of a trace.")] = None,
+    rate: Annotated[float | None, typer.Option(help="Requests per second. Default: the trace's own.")] = None,
+    rates: Annotated[str | None, typer.Option(metavar="R1,R2,..", help="Run once at each of these rates.")] = None,
+    seed: Annotated[int, typer.Option(help="Same seed, same report.")] = 0,
+    ttft_ms: Annotated[
+        float | None, typer.Option(help="Goodput: most time to first token. Default: the workload's, the target's.")
+    ] = None,
+    tpot_ms: Annotated[float | None, typer.Option(help="Goodput: most time per output token. Default: alike.")] = None,
+    json_file: Annotated[
+        str | None, typer.Option("--json", metavar="FILE", help="Write the report as JSON; - is stdout, and no table.")
+    ] = None,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write a PNG: latency and goodput against the offered rate.")
+    ] = None,
+    write_trace: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the requests, as JSON lines.")] = None,
+) -> None:
+    """Run the scheduler and the KV pool against a simulated device, and say how requests would fare."""
+    from jetserve.server import simulate as body
+
+    wanted = body.Wanted(
+        trace, workload, cost, requests, rate, rates, seed, ttft_ms, tpot_ms, json_file, plot, write_trace
+    )
+    source = ", ".join([str(config) if config else "defaults", *(settings or ())])
+    body.simulate(wanted, _config(config, settings, {}), source)
+
+
+@app.command()
 def version() -> None:
     """Print the version."""
     print(installed_version("jetserve"))
@@ -260,10 +317,12 @@ def _engine_overrides(model: str | None, dtype: DType | None, max_length: int | 
     return {"model.name": model, "model.dtype": dtype and dtype.value, "engine.max_length": max_length}
 
 
-def _print_server(caller: Client, *, status: bool, model_info: bool) -> None:
+def _print_server(caller: Client, *, status: bool, model_info: bool, flush_cache: bool) -> None:
     import dataclasses
 
     answer: dict[str, object] = {}
+    if flush_cache:
+        answer |= {"pages_freed": caller.flush_cache()}
     if status:
         answer |= dataclasses.asdict(caller.status())
     if model_info:
@@ -271,17 +330,24 @@ def _print_server(caller: Client, *, status: bool, model_info: bool) -> None:
     print(json.dumps(answer, indent=2))
 
 
-def _print_stream(
-    caller: Client, prompt: str, params: SamplingParams, timeout_seconds: float | None, *, as_json: bool
-) -> None:
-    if as_json:
-        (answer,) = caller.generate(prompt, params, timeout_seconds=timeout_seconds)
-        _print_answer(answer.text, answer.token_ids, answer.prompt_token_ids, answer.finish_reason, answer.usage)
-        return
-    with caller.stream(prompt, params, timeout_seconds=timeout_seconds) as stream:
-        for delta in stream:
-            print(delta.text, end="", flush=True)
+def _print_completion(answer: Completion) -> None:
+    _print_answer(answer.text, answer.token_ids, answer.prompt_token_ids, answer.finish_reason, answer.usage)
+
+
+def _print_stream(stream: Stream, *, shows_usage: bool) -> None:
+    """The text as it comes; then, when asked for, a line of counts on stderr, so that stdout is the text alone."""
+    last = None
+    with stream:
+        for last in stream:
+            print(last.text, end="", flush=True)
     print()
+    if shows_usage and last is not None and last.usage is not None:
+        counts = last.usage
+        print(
+            f"{counts.prompt_tokens} prompt tokens ({counts.cached_tokens} cached), "
+            f"{counts.completion_tokens} generated; ended by {last.finish_reason}",
+            file=sys.stderr,
+        )
 
 
 def _print_answer(

@@ -1,4 +1,4 @@
-"""The HTTP port: metrics and the two probes. Imports no jax."""
+"""The HTTP port: metrics, the two probes, and what forgets the prefix cache. Imports no jax."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from collections.abc import Iterator
 import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import PlainTextResponse, Response
+from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from jetserve.config import ServerSettings
-from jetserve.errors import ConfigError
+from jetserve.errors import ConfigError, Unavailable
 from jetserve.metrics import CONTENT_TYPE, Metrics
 from jetserve.orchestrator import Orchestrator, State
 from jetserve.server.status_codes import UNAVAILABLE_RETRY_SECONDS
@@ -24,7 +24,10 @@ _BACKLOG = 1024
 
 
 def application(orchestrator: Orchestrator, metrics: Metrics) -> Starlette:
-    """`/metrics`, `/healthz` (is the process worth keeping) and `/readyz` (would a request be answered now)."""
+    """`/metrics`, `/healthz` (is the process worth keeping) and `/readyz` (would a request be answered now).
+
+    `POST /flush_cache` forgets all cached prefixes: SGLang's name; vLLM's is `/reset_prefix_cache`.
+    """
     retry = {"Retry-After": str(math.ceil(UNAVAILABLE_RETRY_SECONDS))}
 
     async def show_metrics(_request: Request) -> Response:
@@ -42,7 +45,22 @@ def application(orchestrator: Orchestrator, metrics: Metrics) -> Starlette:
         text = {State.LOADING: f"loading: {orchestrator.progress}", State.READY: "a device step takes too long"}
         return PlainTextResponse(f"not ready: {text.get(state, state)}\n", status_code=503, headers=retry)
 
-    return Starlette(routes=[Route("/metrics", show_metrics), Route("/healthz", healthz), Route("/readyz", readyz)])
+    async def flush_cache(_request: Request) -> Response:
+        try:
+            pages = await orchestrator.flush_cache()
+        except Unavailable as error:
+            return JSONResponse({"success": False, "error": str(error)}, status_code=503, headers=retry)
+        return JSONResponse({"success": True, "pages_freed": pages})
+
+    return Starlette(
+        routes=[
+            Route("/metrics", show_metrics),
+            Route("/healthz", healthz),
+            Route("/readyz", readyz),
+            Route("/flush_cache", flush_cache, methods=["POST"]),
+            Route("/reset_prefix_cache", flush_cache, methods=["POST"]),
+        ]
+    )
 
 
 class HttpServer:

@@ -29,6 +29,7 @@ def inference_service(orchestrator: Orchestrator) -> Service:
     rpcs = _Inference(orchestrator)
     unary = {
         "Abort": rpcs.abort,
+        "FlushCache": rpcs.flush_cache,
         "GetModelInfo": rpcs.get_model_info,
         "GetServerStatus": rpcs.get_server_status,
     }
@@ -52,6 +53,7 @@ class _Inference:
             request_id=call.request_id or None,
             timeout_seconds=time_left(context, call.timeout_seconds if call.HasField("timeout_seconds") else None),
             priority=call.priority,
+            cache_salt=call.cache_salt or None,
             add_special_tokens=call.add_special_tokens if call.HasField("add_special_tokens") else True,
         )
         request = stream.request
@@ -74,6 +76,11 @@ class _Inference:
         found = self._orchestrator.abort(request_id)
         log.info("abort asked request=%s found=%s peer=%s", request_id, found, context.peer())
         return pb.AbortResponse(found=found).SerializeToString()
+
+    async def flush_cache(self, data: bytes, _context: Context) -> bytes:
+        parse(pb.FlushCacheRequest, data)
+        pages = await self._orchestrator.flush_cache()
+        return pb.FlushCacheResponse(pages_freed=pages).SerializeToString()
 
     async def get_model_info(self, data: bytes, _context: Context) -> bytes:
         parse(pb.GetModelInfoRequest, data)
@@ -112,4 +119,11 @@ class _Inference:
             generated_tokens=status.generated_tokens,
             preemptions=status.preemptions,
             compilations_after_warmup=status.compilations_after_warmup,
+            queried_tokens=status.queried_tokens,
+            cached_tokens=status.cached_tokens,
+            evicted_pages=status.evicted_pages,
+            shed_requests=status.shed_requests,
+            cached_pages=status.cached_pages,
+            host_pages_used=status.host_pages_used,
+            host_pages_total=status.host_pages_total,
         ).SerializeToString()

@@ -86,6 +86,13 @@ class ServerStatus:
     generated_tokens: int
     preemptions: int
     compilations_after_warmup: int
+    queried_tokens: int
+    cached_tokens: int
+    evicted_pages: int
+    shed_requests: int
+    cached_pages: int
+    host_pages_used: int
+    host_pages_total: int
 
     @staticmethod
     def read(message: pb.GetServerStatusResponse) -> ServerStatus:
@@ -105,6 +112,13 @@ class ServerStatus:
             generated_tokens=message.generated_tokens,
             preemptions=message.preemptions,
             compilations_after_warmup=message.compilations_after_warmup,
+            queried_tokens=message.queried_tokens,
+            cached_tokens=message.cached_tokens,
+            evicted_pages=message.evicted_pages,
+            shed_requests=message.shed_requests,
+            cached_pages=message.cached_pages,
+            host_pages_used=message.host_pages_used,
+            host_pages_total=message.host_pages_total,
         )
 
 

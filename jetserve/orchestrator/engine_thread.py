@@ -35,11 +35,17 @@ class Abort(NamedTuple):
     sample: int | None = None
 
 
+class Flush(NamedTuple):
+    """Forget cached prefixes. `reply`, of the event loop, gets the number of pages that this freed."""
+
+    reply: asyncio.Future[int]
+
+
 class Stop(NamedTuple):
     """Leave everything as it is and end the thread."""
 
 
-Command = Submit | Abort | Stop
+Command = Submit | Abort | Flush | Stop
 
 
 class Listener(NamedTuple):
@@ -142,6 +148,10 @@ class EngineThread:
                 engine.add(command.request)
             elif isinstance(command, Abort):
                 engine.abort(command.request_id, command.sample)
+            elif isinstance(command, Flush):
+                pages = engine.flush()
+                self._post(self._listener.stepped, [], engine.status())  # who is answered finds it in the status
+                self._post(_answer, command.reply, pages)
             else:
                 return False
             command = self._next_command(wait=False)
@@ -164,3 +174,8 @@ class EngineThread:
             self._loop.call_soon_threadsafe(call, *args)
         except RuntimeError:  # the loop is closed: nobody is left to hear
             self.put(Stop())
+
+
+def _answer(reply: asyncio.Future[int], pages: int) -> None:
+    if not reply.done():  # whoever asked may have gone
+        reply.set_result(pages)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from jetserve.engine.engine import EngineStatus
-from jetserve.metrics import FinishedReason, Metrics, RequestRecord, StepRecord
+from jetserve.metrics import FinishedReason, KvRecord, Metrics, RequestRecord, StepRecord
 from jetserve.orchestrator.stream import Channel, Sample
 
 
@@ -12,6 +12,7 @@ class Observer:
 
     def __init__(self, metrics: Metrics | None) -> None:
         self._metrics = metrics
+        self.shed_requests = 0
         self._gaps: dict[float, int] = {}  # of the step under way: when the tokens before came -> how many come now
         self._now = 0.0
         self._last: EngineStatus | None = None  # the last one whose step had a result
@@ -20,6 +21,12 @@ class Observer:
         """A request was turned away by the full queue."""
         if self._metrics is not None:
             self._metrics.request_rejected()
+
+    def shed(self) -> None:
+        """A request was given up because it could not have met its limits."""
+        self.shed_requests += 1
+        if self._metrics is not None:
+            self._metrics.request_shed()
 
     def tokens(self, channel: Channel, sample: Sample, count: int, now: float) -> None:
         """Tokens of a sample arrived. Rows that ran together are told as one, when the step is over."""
@@ -56,6 +63,8 @@ class Observer:
                 preemptions=status.preemptions - base.preemptions,
                 device_seconds=status.device_seconds - base.device_seconds,
                 host_seconds=status.host_seconds - base.host_seconds,
+                padded_tokens=status.padded_tokens - base.padded_tokens,
+                kv=_kv_record(status),
             )
         )
         if base is last:
@@ -74,7 +83,7 @@ class Observer:
                 reason=reason,
                 prompt_tokens=len(request.prompt_token_ids),
                 generated_tokens=channel.generated_tokens,
-                cached_tokens=0,
+                cached_tokens=channel.cached_tokens,
                 max_tokens=request.max_tokens,
                 n=request.params.n,
                 arrival_seconds=request.arrival_seconds,
@@ -84,3 +93,18 @@ class Observer:
                 preemptions=channel.preemptions,
             )
         )
+
+
+def _kv_record(status: EngineStatus) -> KvRecord:
+    return KvRecord(
+        pages_free=status.pages_free,
+        cached_pages=status.cached_pages,
+        evicted_pages=status.evicted_pages,
+        host_pages_used=status.host_pages_used,
+        host_pages_total=status.host_pages_total,
+        host_saved_pages=status.host_saved_pages,
+        host_loaded_pages=status.host_loaded_pages,
+        queried_tokens=status.queried_tokens,
+        cached_tokens=status.cached_tokens,
+        host_cached_tokens=status.host_cached_tokens,
+    )

@@ -23,12 +23,12 @@ from jetserve.errors import (
     Unavailable,
 )
 from jetserve.metrics import FinishedReason, Metrics
-from jetserve.orchestrator.engine_thread import Abort, EngineThread, Listener, Load, Stop, Submit
-from jetserve.orchestrator.intake import Intake
+from jetserve.orchestrator.engine_thread import Abort, EngineThread, Flush, Listener, Load, Stop, Submit
+from jetserve.orchestrator.intake import Intake, hopeless
 from jetserve.orchestrator.observer import Observer
 from jetserve.orchestrator.status import State, Status
 from jetserve.orchestrator.stream import Channel, RequestStream
-from jetserve.request import Request, SamplingParams
+from jetserve.request import FinishReason, Request, SamplingParams
 
 log = logging.getLogger(__name__)
 
@@ -147,6 +147,13 @@ class Orchestrator:
             generated_tokens=engine.generated_tokens,
             preemptions=engine.preemptions,
             compilations_after_warmup=engine.compilations_after_warmup,
+            cached_pages=engine.cached_pages,
+            evicted_pages=engine.evicted_pages,
+            host_pages_used=engine.host_pages_used,
+            host_pages_total=engine.host_pages_total,
+            queried_tokens=engine.queried_tokens,
+            cached_tokens=engine.cached_tokens,
+            shed_requests=self._observer.shed_requests,
         )
 
     async def start(self) -> None:
@@ -173,6 +180,7 @@ class Orchestrator:
         request_id: str | None = None,
         timeout_seconds: float | None = None,
         priority: int = 0,
+        cache_salt: str | None = None,
         add_special_tokens: bool = True,
     ) -> RequestStream:
         """Queues a request.
@@ -181,6 +189,7 @@ class Orchestrator:
           prompt: text, or token ids as they are.
           timeout_seconds: until the request is given up; the configured default when None.
           priority: lower runs first.
+          cache_salt: cached prefixes are shared only among requests with an equal one.
           add_special_tokens: of text: whether the tokenizer puts its BOS in front.
         Raises:
           InvalidRequest: it cannot be served, or a live request has its id.
@@ -199,6 +208,7 @@ class Orchestrator:
             request_id=request_id,
             timeout_seconds=self._settings.default_timeout_seconds if timeout_seconds is None else timeout_seconds,
             priority=priority,
+            cache_salt=cache_salt,
             now=self._clock(),
         )
         model.engine.require_fit(request)
@@ -222,6 +232,29 @@ class Orchestrator:
             return False
         self._end(channel, RequestAborted(f"request {request_id} was aborted"), "abort")
         return True
+
+    async def flush_cache(self) -> int:
+        """Forgets all cached prefixes, on the device and in host memory; requests may run meanwhile.
+
+        Returns: pages that this freed; what running requests use of the cache is free when they end.
+        Raises: Unavailable unless requests are served.
+        """
+        self._serving_model()
+        reply: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+
+        def give_up(_: asyncio.Task[bool]) -> None:
+            if not reply.done():
+                reply.set_exception(Unavailable(self._explanation()))
+
+        stopped = asyncio.create_task(self._signals.stopped.wait())  # the thread's last word, after all its replies
+        stopped.add_done_callback(give_up)
+        self._thread.put(Flush(reply))
+        try:
+            pages = await reply
+        finally:
+            stopped.cancel()
+        log.info("flushed the prefix cache pages_freed=%d", pages)
+        return pages
 
     async def drain(self, timeout_seconds: float) -> bool:
         """Takes no more requests, and lets those that are here finish for so long. The rest ends with Unavailable.
@@ -270,9 +303,11 @@ class Orchestrator:
                 return f"the server is {self._state} and takes no more requests; send it to another replica"
 
     def _require_room(self, samples: int, prompt_tokens: int) -> None:
-        free_slots = self._engine_status.slots_total - self._engine_status.running
+        engine = self._engine_status
         try:
-            self._intake.require_room(free_slots, samples, prompt_tokens)
+            self._intake.require_room(
+                engine.slots_total - engine.running, samples, prompt_tokens, engine.retry_after_seconds
+            )
         except Overloaded:
             self._observer.rejected()
             raise
@@ -329,7 +364,10 @@ class Orchestrator:
             if channel is None or channel.request is not sequence.request:
                 continue  # ended from this side; the id may be another request's by now
             if not update.token_ids:
-                self._start(channel, sequence.scheduled_seconds, now)
+                if update.finish_reason is FinishReason.ABORT:
+                    self._shed(channel, update)
+                else:
+                    self._start(channel, update, now)
                 continue
             sample = channel.samples[sequence.index]
             if sample.finish_reason is not None:
@@ -342,11 +380,18 @@ class Orchestrator:
                 self._forget(channel, sample.finish_reason.value)
         observer.step(status)
 
-    def _start(self, channel: Channel, scheduled_seconds: float | None, now: float) -> None:
+    def _start(self, channel: Channel, update: Update, now: float) -> None:
         channel.unstarted -= 1
         self._intake.start(channel.request, now)
         if channel.scheduled_seconds is None:
-            channel.scheduled_seconds = scheduled_seconds
+            channel.scheduled_seconds = update.sequence.scheduled_seconds
+            channel.cached_tokens = update.sequence.cached
+
+    def _shed(self, channel: Channel, update: Update) -> None:
+        """One sample would be late, so the request as a whole is."""
+        waited = self._intake.retry_after(self._intake.unstarted, self._engine_status.retry_after_seconds)
+        self._observer.shed()
+        self._end(channel, hopeless(update.sequence, waited), "abort")
 
     def _failed(self, error: BaseException) -> None:
         known = isinstance(error, JetserveError)  # raised on purpose: its message says all there is to say

@@ -26,6 +26,9 @@ class Status(NamedTuple):
       running: in a slot.
       waiting_requests: accepted and without a slot, preempted ones too.
       waiting_tokens: prompt tokens of those that never had a slot.
+      pages_used: that running requests have or share; the others are free to take.
+      cached_pages: that the prefix cache holds, those in use too.
+      queried_tokens, cached_tokens: of prompts that were looked up in the prefix cache, and found there.
     """
 
     state: State
@@ -39,3 +42,10 @@ class Status(NamedTuple):
     generated_tokens: int
     preemptions: int
     compilations_after_warmup: int
+    cached_pages: int
+    evicted_pages: int
+    host_pages_used: int
+    host_pages_total: int
+    queried_tokens: int
+    cached_tokens: int
+    shed_requests: int

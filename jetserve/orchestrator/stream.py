@@ -30,6 +30,7 @@ class Sample:
         "_stream",
         "_text",
         "_token_ids",
+        "cached_tokens",
         "completion_tokens",
         "finish_reason",
         "index",
@@ -42,6 +43,7 @@ class Sample:
         self.index = index
         self.finish_reason: FinishReason | None = None
         self.completion_tokens = 0
+        self.cached_tokens = 0
         self.last_token_seconds: float | None = None
         self.preemptions = 0
         self.is_ready = False  # something can be taken
@@ -53,12 +55,15 @@ class Sample:
         self._logprobs: list[TokenLogprobs] = []
         self._stop_reason: str | int | None = None
 
-    def arrive(self, token_ids: list[int], logprobs: tuple[TokenLogprobs, ...], reason: FinishReason | None) -> bool:
+    def arrive(self, update: Update) -> bool:
         """Takes in what the engine generated. True when a stop string ended the sample, which the engine cannot know.
 
         Tokens after the one that completed the stop string are dropped.
         """
+        sequence, token_ids, logprobs, reason = update
         is_stopped = False
+        self.preemptions = sequence.preemptions
+        self.cached_tokens = sequence.cached
         self.finish_reason = reason
         if reason is FinishReason.STOP and token_ids[-1] in self._request.params.stop_token_ids:
             self._stop_reason = token_ids[-1]
@@ -90,7 +95,7 @@ class Sample:
             logprobs=tuple(self._logprobs),
             finish_reason=reason,
             stop_reason=self._stop_reason if reason is not None else None,
-            usage=Usage(len(self._request.prompt_token_ids), self.completion_tokens),
+            usage=Usage(len(self._request.prompt_token_ids), self.completion_tokens, self.cached_tokens),
         )
         self._token_ids = []
         self._logprobs = []
@@ -105,6 +110,7 @@ class Channel:
       unfinished: samples that may still get tokens.
       unstarted: samples that have not had a slot.
       scheduled_seconds, first_token_seconds: of the first sample that got so far.
+      cached_tokens: of the prompt, that the first sample in a slot found cached.
       deadline: fires when the request's time is up.
     """
 
@@ -114,6 +120,7 @@ class Channel:
         self.unfinished = self.unstarted = len(self.samples)
         self.scheduled_seconds: float | None = None
         self.first_token_seconds: float | None = None
+        self.cached_tokens = 0
         self.deadline: asyncio.TimerHandle | None = None
         self._ready: deque[Sample] = deque()
         self._error: RequestError | None = None
@@ -135,8 +142,7 @@ class Channel:
     def arrive(self, update: Update) -> bool:
         """Takes in an update with tokens. True when a stop string ended the sample."""
         sample = self.samples[update.sequence.index]
-        sample.preemptions = update.sequence.preemptions
-        is_stopped = sample.arrive(update.token_ids, update.logprobs, update.finish_reason)
+        is_stopped = sample.arrive(update)
         if sample.finish_reason is not None:
             self.unfinished -= 1
         if not sample.is_ready:

@@ -40,7 +40,7 @@ class TokenIds(_message.Message):
     def __init__(self, ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("text", "token_ids", "params", "add_special_tokens", "request_id", "timeout_seconds", "priority")
+    __slots__ = ("text", "token_ids", "params", "add_special_tokens", "request_id", "timeout_seconds", "priority", "cache_salt")
     TEXT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     PARAMS_FIELD_NUMBER: _ClassVar[int]
@@ -48,6 +48,7 @@ class GenerateRequest(_message.Message):
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_SECONDS_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     text: str
     token_ids: TokenIds
     params: SamplingParams
@@ -55,7 +56,8 @@ class GenerateRequest(_message.Message):
     request_id: str
     timeout_seconds: float
     priority: int
-    def __init__(self, text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., params: _Optional[_Union[SamplingParams, _Mapping]] = ..., add_special_tokens: _Optional[bool] = ..., request_id: _Optional[str] = ..., timeout_seconds: _Optional[float] = ..., priority: _Optional[int] = ...) -> None: ...
+    cache_salt: str
+    def __init__(self, text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., params: _Optional[_Union[SamplingParams, _Mapping]] = ..., add_special_tokens: _Optional[bool] = ..., request_id: _Optional[str] = ..., timeout_seconds: _Optional[float] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[str] = ...) -> None: ...
 
 class SamplingParams(_message.Message):
     __slots__ = ("max_tokens", "min_tokens", "temperature", "top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "seed", "stop", "stop_token_ids", "ignore_eos", "include_stop", "logprobs", "allowed_token_ids", "skip_special_tokens", "n")
@@ -170,6 +172,16 @@ class AbortResponse(_message.Message):
     found: bool
     def __init__(self, found: _Optional[bool] = ...) -> None: ...
 
+class FlushCacheRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class FlushCacheResponse(_message.Message):
+    __slots__ = ("pages_freed",)
+    PAGES_FREED_FIELD_NUMBER: _ClassVar[int]
+    pages_freed: int
+    def __init__(self, pages_freed: _Optional[int] = ...) -> None: ...
+
 class GetModelInfoRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
@@ -205,7 +217,7 @@ class GetServerStatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetServerStatusResponse(_message.Message):
-    __slots__ = ("state", "ready", "progress", "version", "uptime_seconds", "running_requests", "waiting_requests", "waiting_tokens", "slots_used", "slots_total", "pages_used", "pages_total", "generated_tokens", "preemptions", "compilations_after_warmup")
+    __slots__ = ("state", "ready", "progress", "version", "uptime_seconds", "running_requests", "waiting_requests", "waiting_tokens", "slots_used", "slots_total", "pages_used", "pages_total", "generated_tokens", "preemptions", "compilations_after_warmup", "queried_tokens", "cached_tokens", "evicted_pages", "shed_requests", "cached_pages", "host_pages_used", "host_pages_total")
     STATE_FIELD_NUMBER: _ClassVar[int]
     READY_FIELD_NUMBER: _ClassVar[int]
     PROGRESS_FIELD_NUMBER: _ClassVar[int]
@@ -221,6 +233,13 @@ class GetServerStatusResponse(_message.Message):
     GENERATED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
     COMPILATIONS_AFTER_WARMUP_FIELD_NUMBER: _ClassVar[int]
+    QUERIED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    EVICTED_PAGES_FIELD_NUMBER: _ClassVar[int]
+    SHED_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    CACHED_PAGES_FIELD_NUMBER: _ClassVar[int]
+    HOST_PAGES_USED_FIELD_NUMBER: _ClassVar[int]
+    HOST_PAGES_TOTAL_FIELD_NUMBER: _ClassVar[int]
     state: ServerState
     ready: bool
     progress: str
@@ -236,4 +255,11 @@ class GetServerStatusResponse(_message.Message):
     generated_tokens: int
     preemptions: int
     compilations_after_warmup: int
-    def __init__(self, state: _Optional[_Union[ServerState, str]] = ..., ready: _Optional[bool] = ..., progress: _Optional[str] = ..., version: _Optional[str] = ..., uptime_seconds: _Optional[float] = ..., running_requests: _Optional[int] = ..., waiting_requests: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., slots_used: _Optional[int] = ..., slots_total: _Optional[int] = ..., pages_used: _Optional[int] = ..., pages_total: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., preemptions: _Optional[int] = ..., compilations_after_warmup: _Optional[int] = ...) -> None: ...
+    queried_tokens: int
+    cached_tokens: int
+    evicted_pages: int
+    shed_requests: int
+    cached_pages: int
+    host_pages_used: int
+    host_pages_total: int
+    def __init__(self, state: _Optional[_Union[ServerState, str]] = ..., ready: _Optional[bool] = ..., progress: _Optional[str] = ..., version: _Optional[str] = ..., uptime_seconds: _Optional[float] = ..., running_requests: _Optional[int] = ..., waiting_requests: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., slots_used: _Optional[int] = ..., slots_total: _Optional[int] = ..., pages_used: _Optional[int] = ..., pages_total: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., preemptions: _Optional[int] = ..., compilations_after_warmup: _Optional[int] = ..., queried_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., evicted_pages: _Optional[int] = ..., shed_requests: _Optional[int] = ..., cached_pages: _Optional[int] = ..., host_pages_used: _Optional[int] = ..., host_pages_total: _Optional[int] = ...) -> None: ...

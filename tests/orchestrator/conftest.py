@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from jetserve.config import SchedulerSettings
+from jetserve.engine.cost import StepCost
 from jetserve.engine.engine import Engine, LoadedModel, ModelInfo
 from jetserve.engine.fake import FakeExecutor
 from jetserve.engine.scheduler import Scheduler
@@ -86,6 +87,7 @@ class RecordingMetrics(Metrics):
         self.first_tokens: list[float] = []
         self.gaps: list[tuple[float, int]] = []
         self.rejected = 0
+        self.shed = 0
 
     def step_finished(self, record: StepRecord) -> None:
         super().step_finished(record)
@@ -104,6 +106,9 @@ class RecordingMetrics(Metrics):
     def request_rejected(self) -> None:
         self.rejected += 1
 
+    def request_shed(self) -> None:
+        self.shed += 1
+
 
 @dataclass
 class Served:
@@ -120,7 +125,7 @@ class Served:
         return self.orchestrator.status().slots_used
 
     async def submit(self, prompt: str | Sequence[int] = "a", max_tokens: int = 5, **changes: Any) -> RequestStream:
-        outer = {k: changes.pop(k) for k in ("request_id", "timeout_seconds", "priority") if k in changes}
+        outer = {k: changes.pop(k) for k in ("request_id", "timeout_seconds", "priority", "cache_salt") if k in changes}
         params = SamplingParams(max_tokens=max_tokens, temperature=0, **changes)
         return await self.orchestrator.submit(prompt, params, **outer)
 
@@ -166,6 +171,7 @@ async def _serve(
     *,
     sizing: Sizing = SIZING,
     settings: SchedulerSettings | None = None,
+    cost: StepCost | None = None,
     gated: bool = False,
     step_timeout_seconds: float = 60.0,
     clock: Callable[[], float] | None = None,
@@ -175,7 +181,7 @@ async def _serve(
     if gated:
         fake_arguments |= {"step_seconds": 1.0, "clock": lambda: 0.0, "sleep": gate.wait}
     fake = FakeExecutor(sizing, VOCAB, **fake_arguments)
-    engine = Engine(Scheduler(sizing), fake)
+    engine = Engine(Scheduler(sizing, settings, cost), fake)
     limits = ModelLimits(VOCAB, sizing.max_length, (EOS,), sizing.max_length - 1)
     info = ModelInfo("fake", 0, "float32", VOCAB, sizing.max_length, "fake x1")
     model = LoadedModel(engine, AsciiTokenizer(), limits, "fake", info)
@@ -197,7 +203,7 @@ async def _serve(
     try:
         yield served
         gate.open()
-        if orchestrator.state is not State.FAILED:
+        if orchestrator.state not in (State.FAILED, State.STOPPED):
             await served.until_idle()
             engine.check()
     finally:

@@ -36,7 +36,7 @@ async def tokens_of(stream: Any, seen: list[int] | None = None) -> list[int]:
 async def test_status_tells_slots_pages_and_queue(serve: Any) -> None:
     async with serve(gated=True) as served:
         async with served.held():
-            streams = [await served.submit("abcde", 9) for _ in range(6)]
+            streams = [await served.submit(f"{number}bcde", 9) for number in range(6)]
         await served.until(lambda: served.slots_used == 4)
         status = served.orchestrator.status()
         assert status.state is State.READY

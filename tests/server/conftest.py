@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import threading
 import urllib.error
 import urllib.request
@@ -17,7 +18,7 @@ import pytest
 from jetserve import config
 from jetserve.engine.engine import LoadedModel
 from jetserve.engine.fake import FakeExecutor
-from jetserve.server.client import AsyncClient
+from jetserve.server.async_client import AsyncClient
 from jetserve.server.serving import Server
 from tests.server.numbers import MAX_LENGTH, SLOTS, VOCAB_SIZE, loaded_model, sizing
 
@@ -44,7 +45,14 @@ class Running:
         return self.server.orchestrator.model.engine._executor
 
     async def get(self, path: str) -> Answer:
-        return await asyncio.to_thread(_get, f"http://127.0.0.1:{self.server.http.port}{path}")
+        return await self._ask("GET", path)
+
+    async def post(self, path: str) -> Answer:
+        return await self._ask("POST", path)
+
+    async def _ask(self, method: str, path: str) -> Answer:
+        url = f"http://127.0.0.1:{self.server.http.port}{path}"
+        return await asyncio.to_thread(_ask, urllib.request.Request(url, method=method))
 
     async def metric(self, name: str, **labels: str) -> float:
         """One sample of /metrics."""
@@ -54,14 +62,14 @@ class Running:
         raise AssertionError(f"no sample {name} {labels}")
 
     async def until_idle(self) -> None:
-        """Waits until the engine says that no slot and no page is in use."""
+        """Waits until the engine says that no slot is in use, and no page but for the prefix cache."""
         while (status := self.server.orchestrator.status()).slots_used or status.pages_used or status.waiting_requests:
             await asyncio.sleep(0.002)
 
 
-def _get(url: str) -> Answer:
+def _ask(request: urllib.request.Request) -> Answer:
     try:
-        with urllib.request.urlopen(url, timeout=10) as reply:
+        with urllib.request.urlopen(request, timeout=10) as reply:
             return Answer(reply.status, reply.read().decode(), dict(reply.headers))
     except urllib.error.HTTPError as error:
         with error:
@@ -79,6 +87,7 @@ def serve():
         settings: Sequence[str] = (),
         slots: int = SLOTS,
         max_length: int = MAX_LENGTH,
+        prefix_cache: bool = True,
         fail_at: int | None = None,
         gate: threading.Event | None = None,
     ) -> AsyncIterator[Running]:
@@ -86,9 +95,11 @@ def serve():
             report("counting to ten", 0.5)
             if gate is not None:
                 assert gate.wait(10)
-            shapes = sizing(slots, max_length)
+            shapes = dataclasses.replace(sizing(slots, max_length), prefix_cache=prefix_cache)
             return loaded_model(
-                lambda s: FakeExecutor(s, VOCAB_SIZE, step_seconds=step_seconds, fail_at=fail_at), shapes
+                lambda s: FakeExecutor(s, VOCAB_SIZE, step_seconds=step_seconds, fail_at=fail_at),
+                shapes,
+                tree.scheduler,
             )
 
         tree = config.load(None, ["server.grpc_port=0", "server.http_port=0", "model.name=num-bers", *settings])

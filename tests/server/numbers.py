@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from jetserve import config
+from jetserve.config import SchedulerSettings
 from jetserve.engine.engine import Engine, LoadedModel, ModelInfo
 from jetserve.engine.fake import FakeExecutor
 from jetserve.engine.scheduler import Scheduler
@@ -63,10 +64,12 @@ def sizing(slots: int = SLOTS, max_length: int = MAX_LENGTH) -> Sizing:
     )
 
 
-def loaded_model(executor_of: Callable[[Sizing], FakeExecutor], shapes: Sizing) -> LoadedModel:
+def loaded_model(
+    executor_of: Callable[[Sizing], FakeExecutor], shapes: Sizing, settings: SchedulerSettings | None = None
+) -> LoadedModel:
     limits = ModelLimits(VOCAB_SIZE, shapes.max_length, (EOS,), shapes.max_length - 1)
     info = ModelInfo("llama", 12345, "float32", VOCAB_SIZE, shapes.max_length, "fake x1")
-    engine = Engine(Scheduler(shapes), executor_of(shapes))
+    engine = Engine(Scheduler(shapes, settings), executor_of(shapes))
     return LoadedModel(engine, NumberTokenizer(), limits, "numbers", info)
 
 
@@ -87,10 +90,12 @@ def main() -> int:
         return loaded_model(
             lambda shapes: FakeExecutor(shapes, VOCAB_SIZE, step_seconds=given.step_seconds, fail_at=given.fail_at),
             sizing(),
+            tree.scheduler,
         )
 
     settings = ["server.grpc_port=0", "server.http_port=0", *given.set]
-    return serving.run(config.load(None, settings), load, lambda text: print(text, flush=True))
+    tree = config.load(None, settings)
+    return serving.run(tree, load, lambda text: print(text, flush=True))
 
 
 if __name__ == "__main__":

@@ -52,7 +52,7 @@ def test_version_is_the_packages():
         (("serve", "--slots", "0"), 2, "engine.slots"),
         (("serve", "--config", "/no/such.yaml"), 2, "cannot read the configuration /no/such.yaml"),
         (("generate", "--prompt", "x", "--temperature", "-1"), 2, "temperature=-1.0 is out of range"),
-        (("client",), 2, "give a prompt, --status or --model-info"),
+        (("client",), 2, "give a prompt, --status, --model-info or --flush-cache"),
         (("client", "hi", "--server", "127.0.0.1:1"), 1, "127.0.0.1:1"),
         (("fetch", "no-such-demo"), 1, "no demo model 'no-such-demo'"),
         pytest.param(
@@ -115,9 +115,35 @@ def test_client_streams_text_and_answers_questions(serve, run):
                 "token_ids": [7, 8, 9],
                 "prompt_token_ids": [900, 5, 6],
                 "finish_reason": "length",
-                "usage": {"prompt_tokens": 3, "completion_tokens": 3, "cached_tokens": 0},
+                "usage": {"prompt_tokens": 3, "completion_tokens": 3, "cached_tokens": 2},
             }
             status = json.loads((await ask("--status", "--model-info")).stdout)
             assert (status["state"], status["name"], status["eos_token_ids"]) == ("ready", "numbers", [999])
+            assert (status["queried_tokens"], status["cached_tokens"], status["cached_pages"]) == (6, 2, 1)
+
+    run(check())
+
+
+def test_client_counts_tokens_by_salt_and_flushes(serve, run):
+    import asyncio
+
+    async def check():
+        async with serve() as running:
+
+            async def ask(*arguments):
+                arguments = ("client", "--server", running.address, *arguments)
+                ran = await asyncio.to_thread(jetserve, *arguments)
+                return ran.stdout, ran.stderr
+
+            prompt = ("5 6", "--max-tokens", "3", "--usage")
+            line = "3 prompt tokens ({} cached), 3 generated; ended by length\n"
+            assert await ask(*prompt) == (" 7 8 9\n", line.format(0))
+            assert await ask(*prompt, "--priority", "-3") == (" 7 8 9\n", line.format(2))
+            assert await ask(*prompt, "--cache-salt", "mine") == (" 7 8 9\n", line.format(0))
+            out, _ = await ask("--flush-cache", "--status")
+            said = json.loads(out)
+            assert (said["pages_freed"], said["cached_pages"]) == (2, 0)
+            assert await ask(*prompt) == (" 7 8 9\n", line.format(0))
+            assert await ask(*prompt, "--no-usage") == (" 7 8 9\n", "")
 
     run(check())

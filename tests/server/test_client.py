@@ -31,12 +31,17 @@ def test_generate_stream_abort_and_questions(serve, run):
         assert client.wait_until_ready(10).state == "ready"
         assert client.model_info().name == "numbers"
         assert client.status().slots_total == 4
+        assert client.flush_cache() == 0
         answers = client.generate("5 6", SamplingParams(max_tokens=3, n=2), timeout_seconds=10)
         assert [(a.index, a.text, a.token_ids, a.finish_reason) for a in answers] == [
             (0, " 7 8 9", (7, 8, 9), "length"),
             (1, " 7 8 9", (7, 8, 9), "length"),
         ]
         assert isinstance(answers[0], Completion)
+        (warm,) = client.generate("5 6", SamplingParams(max_tokens=1), cache_salt="")
+        (salted,) = client.generate("5 6", SamplingParams(max_tokens=1), cache_salt="mine")
+        assert (warm.usage.cached_tokens, salted.usage.cached_tokens) == (2, 0)
+        assert client.flush_cache() == 2
         with client.stream([5], SamplingParams(max_tokens=200), request_id="mine") as stream:
             assert stream.prompt_token_ids == ()
             assert next(stream).token_ids[0] == 6
@@ -90,6 +95,8 @@ def test_nobody_there_is_unavailable(serve, run):
         {"request_id": 5},
         {"priority": "first"},
         {"priority": 2**70},
+        {"cache_salt": 5},
+        {"cache_salt": "\ud800"},
         {"timeout_seconds": "soon"},
     ],
     ids=str,
@@ -109,7 +116,13 @@ def test_a_closed_client_says_so():
     client = Client("127.0.0.1:1")
     client.close()
     client.close()
-    for call in (lambda: client.generate("5"), client.status, client.model_info, lambda: client.abort("x")):
+    for call in (
+        lambda: client.generate("5"),
+        client.status,
+        client.model_info,
+        client.flush_cache,
+        lambda: client.abort("x"),
+    ):
         with pytest.raises(errors.InvalidRequest, match="this client is closed"):
             call()
 
@@ -119,7 +132,13 @@ def test_a_closed_asyncio_client_says_so(run):
         client = AsyncClient("127.0.0.1:1")
         await client.close()
         await client.close()
-        for call in (lambda: client.generate("5"), client.status, client.model_info, lambda: client.abort("x")):
+        for call in (
+            lambda: client.generate("5"),
+            client.status,
+            client.model_info,
+            client.flush_cache,
+            lambda: client.abort("x"),
+        ):
             with pytest.raises(errors.InvalidRequest, match="this client is closed"):
                 await call()
 

@@ -11,7 +11,7 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoRe
 
 from jetserve.errors import InvalidRequest, Overloaded, RequestAborted
 from jetserve.request import FinishReason, SamplingParams, TokenLogprobs, Usage
-from jetserve.server.client import AsyncClient
+from jetserve.server.async_client import AsyncClient
 from jetserve.server.protos import inference_pb2 as pb
 from tests.server.numbers import BOS, EOS, MAX_LENGTH, SLOTS, VOCAB_SIZE
 

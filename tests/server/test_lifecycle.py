@@ -13,7 +13,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from jetserve.errors import DeadlineExceeded, EngineFailed, Unavailable
 from jetserve.request import SamplingParams
-from jetserve.server.client import AsyncClient
+from jetserve.server.async_client import AsyncClient
 from jetserve.server.protos import inference_pb2 as pb
 from jetserve.server.protos import jetstream_pb2
 from tests.server.numbers import SLOTS

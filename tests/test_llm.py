@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 from collections.abc import Iterator
@@ -10,9 +11,11 @@ from typing import Any
 
 import pytest
 
-from jetserve import LLM, SamplingParams, config
+from jetserve import LLM, Completion, SamplingParams, config
 from jetserve import llm as llm_module
-from jetserve.errors import ConfigError, InvalidRequest
+from jetserve.config import SchedulerSettings
+from jetserve.engine.pacing import Pacer
+from jetserve.errors import ConfigError, InvalidRequest, Overloaded
 from jetserve.request import FinishReason
 from tests.bench.tiny_model import CONFIG, write_tiny_model
 
@@ -61,10 +64,17 @@ def is_idle(llm: LLM) -> bool:
     return not llm.loaded.engine.has_work and (status.running, status.waiting, status.pages_used) == (0, 0, 0)
 
 
+def warm(completions: list[Completion]) -> list[Completion]:
+    """Without what the prefix cache had of the prompts: that depends on what ran before, and nothing else does."""
+    return [
+        dataclasses.replace(found, usage=dataclasses.replace(found.usage, cached_tokens=0)) for found in completions
+    ]
+
+
 def test_text_and_its_ids_are_the_same_prompt(llm: LLM) -> None:
     ids = llm.loaded.tokenizer.encode("def schedule(")
     [from_text], [from_ids], [from_tuple] = (
-        llm.generate(prompt, GREEDY) for prompt in ("def schedule(", list(ids), tuple(ids))
+        warm(llm.generate(prompt, GREEDY)) for prompt in ("def schedule(", list(ids), tuple(ids))
     )
     assert from_text == from_ids == from_tuple
     assert from_text.prompt_token_ids == tuple(ids)
@@ -76,8 +86,8 @@ def test_text_and_its_ids_are_the_same_prompt(llm: LLM) -> None:
 def test_many_prompts_are_answered_in_their_order(llm: LLM) -> None:
     """More than there are slots, of both kinds, each as alone."""
     prompts = [*PROMPTS, [5, 6, 7], [1]]
-    together = llm.generate(prompts, GREEDY)
-    assert together == [llm.generate([prompt], GREEDY)[0] for prompt in prompts]
+    together = warm(llm.generate(prompts, GREEDY))
+    assert together == [warm(llm.generate([prompt], GREEDY))[0] for prompt in prompts]
     assert len({completion.token_ids for completion in together}) == len(prompts)
     assert is_idle(llm)
 
@@ -94,7 +104,7 @@ def test_samples_of_a_prompt_stand_behind_one_another(llm: LLM) -> None:
     ]
     assert len({completion.token_ids for completion in found}) == 6
     single = llm.generate(PROMPTS[:2], SamplingParams(max_tokens=8, seed=5))
-    assert [found[0], found[3]] == single
+    assert warm([found[0], found[3]]) == warm(single)
 
 
 def test_without_parameters_it_samples_to_the_end_of_the_context(llm: LLM) -> None:
@@ -157,7 +167,7 @@ def test_bad_prompt_is_named_and_nothing_runs(llm: LLM, prompts: Any, said: str)
 def test_interrupt_frees_everything_and_the_next_call_is_right(
     llm: LLM, monkeypatch: pytest.MonkeyPatch, after: int
 ) -> None:
-    expected = llm.generate(PROMPTS, GREEDY)
+    expected = warm(llm.generate(PROMPTS, GREEDY))
     engine = llm.loaded.engine
     real, calls = engine.step, 0
 
@@ -173,8 +183,41 @@ def test_interrupt_frees_everything_and_the_next_call_is_right(
         with pytest.raises(KeyboardInterrupt):
             llm.generate(PROMPTS, GREEDY)
     assert engine.status().pages_used == engine.status().waiting == 0
-    assert llm.generate(PROMPTS, GREEDY) == expected
+    assert warm(llm.generate(PROMPTS, GREEDY)) == expected
     assert is_idle(llm)
+
+
+def test_cached_prefixes_are_counted_kept_apart_by_salt_and_flushed(llm: LLM) -> None:
+    llm.flush_cache()
+
+    def cached(salt: str | None = None) -> int:
+        [found] = llm.generate([[1, 2, 3, 4, 5, 6]], SamplingParams(temperature=0.0, max_tokens=4), cache_salt=salt)
+        return found.usage.cached_tokens
+
+    assert (cached(), cached(), cached("")) == (0, 5, 5)
+    assert (cached("mine"), cached("mine"), cached()) == (0, 5, 5)
+    assert llm.flush_cache() == 2
+    assert llm.loaded.engine.status().cached_pages == 0
+    assert (cached(), cached()) == (0, 5)
+    assert is_idle(llm)
+
+
+def test_salt_that_is_none_is_refused_before_anything_runs(llm: LLM) -> None:
+    with pytest.raises(InvalidRequest, match="prompt 0: cache_salt must be text of at most 256 characters"):
+        llm.generate(["x"], GREEDY, cache_salt="x" * 257)
+
+
+def test_a_request_that_is_shed_ends_the_call_with_the_reason(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    scheduler = llm.loaded.engine.scheduler
+    settings = SchedulerSettings(shed_hopeless=True)
+    late = Pacer(scheduler.sizing, cost=scheduler.pacer.cost, ttft_target_seconds=1e-9)
+    with monkeypatch.context() as patch:
+        patch.setattr(scheduler, "_settings", settings)
+        patch.setattr(scheduler, "pacer", late)
+        with pytest.raises(Overloaded, match="was given up: its first token is predicted"):
+            llm.generate(PROMPTS, GREEDY)
+    assert is_idle(llm)
+    assert len(llm.generate(PROMPTS, GREEDY)) == len(PROMPTS)
 
 
 def test_nothing_is_shown_unless_asked_for(llm: LLM, capfd: pytest.CaptureFixture[str]) -> None:
@@ -216,6 +259,6 @@ def test_whole_configuration(folder: Path, llm: LLM, request: pytest.FixtureRequ
     paths = {config.path_of(name): value for name, value in settings(cache).items()}
     tree = config.load(overrides={"model.name": str(folder), "model.dtype": "float32", **paths})
     with LLM.from_config(tree) as other:
-        assert other.generate(PROMPTS, GREEDY) == llm.generate(PROMPTS, GREEDY)
+        assert warm(other.generate(PROMPTS, GREEDY)) == warm(llm.generate(PROMPTS, GREEDY))
     with pytest.raises(ConfigError, match="closed"):
         other.generate("x")

@@ -92,8 +92,9 @@ class SimulatedExecutor:
         first_tokens = np.zeros(len(plan.chunks), np.int32)
         for at, chunk in enumerate(plan.chunks):
             if chunk.is_last:
-                first_tokens[at] = draw_token_ids(self._seeds[chunk.slot], self._sampled[chunk.slot])
-                self._sampled[chunk.slot] += 1
+                slots = np.array([chunk.slot])
+                first_tokens[at] = draw_token_ids(self._seeds[slots], self._sampled[slots])[0]
+                self._sampled[slots] += 1
         if plan.generate is None:
             result = StepResult(first_tokens, np.zeros((0, 0), np.int32), np.zeros(0, np.int32))
         else:
@@ -103,11 +104,11 @@ class SimulatedExecutor:
     def _generate(self, first_tokens: NDArray[np.int32], generate: Generate) -> StepResult:
         rows, steps, active = generate
         slots = np.array(active)
-        counts = np.zeros(rows, np.int32)
-        counts[slots] = np.clip(self._limit[slots] - self._sampled[slots], 0, steps)
-        at = self._sampled[:rows] + np.arange(steps)[:, None]
-        tokens = draw_token_ids(self._seeds[:rows], at).astype(np.int32)
-        self._sampled[:rows] += counts
+        sampled = self._sampled[slots]
+        counts, tokens = np.zeros(rows, np.int32), np.zeros((steps, rows), np.int32)
+        counts[slots] = np.minimum(np.maximum(self._limit[slots] - sampled, 0), steps)
+        tokens[:, slots] = draw_token_ids(self._seeds[slots], sampled + np.arange(steps)[:, None])
+        self._sampled[slots] = sampled + counts[slots]
         return StepResult(first_tokens, tokens, counts)
 
     def _run(self, plan: StepPlan) -> float:

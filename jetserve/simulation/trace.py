@@ -152,11 +152,10 @@ def span_token_ids(span: Span) -> NDArray[np.int64]:
 
 def draw_token_ids(seed: np.uint64 | NDArray[np.uint64], position: NDArray[np.int64]) -> NDArray[np.int64]:
     """A token id for each seed and position, the same every time: splitmix64 (Steele et al., 2014)."""
-    with np.errstate(over="ignore"):
-        x = seed + (position.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
-        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        x = x ^ (x >> np.uint64(31))
+    x = seed + (position.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    x = x ^ (x >> np.uint64(31))
     return FIRST_ID + (x % np.uint64(VOCABULARY - FIRST_ID)).astype(np.int64)
 
 

@@ -152,11 +152,10 @@ def _terms(times: StepTimes) -> dict[str, object]:
 def _explain(item: Any) -> str:
     name = ".".join(str(part) for part in item["loc"])
     if item["type"] == "extra_forbidden":
-        record = {"prefill": PrefillTime, "generate": GenerateTime}.get(str(item["loc"][0]), CostFile)
-        near = difflib.get_close_matches(str(item["loc"][-1]), record.model_fields, n=1, cutoff=0.5)
-        return f"unknown key {name}; " + (
-            f"did you mean {near[0]}?" if near else f"keys are {', '.join(record.model_fields)}"
-        )
+        records: dict[str, type[_Record]] = {"prefill": PrefillTime, "generate": GenerateTime}
+        keys = list(records.get(str(item["loc"][0]), CostFile).model_fields)
+        near = difflib.get_close_matches(str(item["loc"][-1]), keys, n=1, cutoff=0.5)
+        return f"unknown key {name}; " + (f"did you mean {near[0]}?" if near else f"keys are {', '.join(keys)}")
     if item["type"] == "missing":
         return f"{name} is missing"
     given = item.get("input")

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from jetserve.config import Config
 from jetserve.engine import programs, sampling, sizing, state, steps
 from jetserve.engine.compilations import COUNTER
+from jetserve.engine.cost import LinearCost, ModelWork, StepTimes, prior_times
 from jetserve.engine.engine import Engine, LoadedModel, ModelInfo
 from jetserve.engine.executor import DeviceExecutor
 from jetserve.engine.scheduler import Scheduler
@@ -321,8 +322,31 @@ def _build(
     )
     report("warming up", 0.0)
     executor.warm_up()
-    scheduler = Scheduler(sizes, config.scheduler, is_observed=config.kv_events.endpoint is not None)
+    cost = LinearCost(_prior_times(form, weights, sizes))
+    scheduler = Scheduler(sizes, config.scheduler, cost, is_observed=config.kv_events.endpoint is not None)
     return Engine(scheduler, executor)
+
+
+def _prior_times(form: _Form, weights: Weights[Array], sizes: Sizing) -> StepTimes:
+    """How long steps should take on these chips, before one was measured."""
+    c, chip_count = form.config, form.mesh.size
+    work = ModelWork(
+        layer_parameters=sum(leaf.size for leaf in jax.tree.leaves(weights.layers)) // chip_count,
+        head_parameters=form.vocab_size * c.embed_dim // chip_count,
+        bytes_per_parameter=form.dtype.itemsize,
+        kv_bytes_per_token=form.cache_bytes_per_token // chip_count,
+        attention_flops_per_position=4 * c.num_layers * form.heads.heads * c.head_dim // chip_count,
+    )
+    chip = form.mesh.devices.flat[0]
+    # Emulated CPU devices share one machine.
+    share = chip_count if form.platform == "cpu" else 1
+    peak = chips.speed(chip.device_kind, form.platform)
+    return prior_times(
+        sizes,
+        work,
+        flops_per_second=peak.flops_per_second / share,
+        bytes_per_second=peak.bytes_per_second / share,
+    )
 
 
 def _table(form: _Form, weights: Weights[Array], sizes: Sizing, vocab_limit: int) -> Iterator[programs.Program]:

@@ -16,8 +16,10 @@ import pytest
 from jetserve import config
 from jetserve.engine import loading
 from jetserve.engine.compilations import COUNTER
+from jetserve.engine.cost import LinearCost
 from jetserve.engine.engine import LoadedModel
 from jetserve.errors import ConfigError
+from jetserve.sharding import chips
 from tests.bench.tiny_model import CONFIG, write_tiny_model
 from tests.engine.conftest import LLAMA, Serve, Served, settings_of, weights_of
 
@@ -131,6 +133,27 @@ def test_limits_are_those_of_tokenizer_and_pool(loaded: LoadedModel) -> None:
     assert (loaded.limits.max_length, loaded.limits.max_prompt_tokens) == (64, 63)
     assert (loaded.info.family, loaded.info.dtype, loaded.info.max_length) == ("llama", "float32", 64)
     assert loaded.info.devices == "cpu x1"
+
+
+def test_before_a_step_was_measured_its_time_is_what_the_chip_allows(loaded: LoadedModel) -> None:
+    cost = loaded.engine.scheduler.pacer.cost
+    assert isinstance(cost, LinearCost)
+    assert not cost.is_measured
+    # Two layers: queries and outputs 64 x 64, keys and values 64 x 32, three 64 x 128 of the mlp, two norms.
+    layers = 2 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 128 + 2 * 64)
+    head = (CONFIG["vocab_size"] + 256) * 64
+    peak = chips.speed("cpu", "cpu")
+
+    times = cost.times
+
+    reading = 4 * (layers + head) / peak.bytes_per_second
+    assert times.prefill == pytest.approx(
+        {32: max(2 * (layers * 32 + head * 2) / peak.flops_per_second, reading)}, rel=1e-9
+    )
+    assert times.generate == pytest.approx({(1, 2): reading}, rel=1e-9)
+    # Keys and values: two layers, two heads, 16 numbers each; queries: two layers, four heads, scores and values.
+    assert times.generate_position == pytest.approx(2 * 2 * 2 * 16 * 4 / peak.bytes_per_second, rel=1e-9)
+    assert times.prefill_position == pytest.approx(2 * 2 * 2 * 4 * 16 / peak.flops_per_second, rel=1e-9)
 
 
 def test_every_stage_is_reported(load: Load) -> None:

@@ -288,6 +288,9 @@ _SECTIONS: tuple[Sequence[Row], ...] = (
         ("slots: mean / max / all", lambda one: f"{one.slots_mean:.1f} / {one.slots_max} / {one.slots}"),
         ("pages: mean / max / all", lambda one: f"{one.pages_mean:,.1f} / {one.pages_max:,} / {one.pages:,}"),
         ("preemptions", lambda one: f"{one.preemptions:,}"),
+        _count("pages evicted from the cache", lambda one: one.evicted_pages),
+        _count("pages saved to host memory", lambda one: one.host_saved_pages),
+        _count("pages loaded from host memory", lambda one: one.host_loaded_pages),
         ("steps", lambda one: f"{one.steps:,}"),
     ),
 )

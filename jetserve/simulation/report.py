@@ -47,11 +47,14 @@ class Report:
       rate_requests_per_second: offered, later turns counted with the first ones; None when all came at once.
       requests: of the trace: the sum of finished, refused, shed, expired and unsent.
       goodput, goodput_tokens_per_second: requests within the limits, and their generated tokens, per second.
+      good_share: of the requests that were sent.
       largest_gap_ms: between two messages of any request.
       hit_rate, ideal_hit_rate: prompt tokens found in the cache, of all; the ideal cache is infinite and exact.
       computed_prompt_tokens: prefilled, after preemptions again; ideal_computed_prompt_tokens: with the ideal cache.
       padded_share: of what prefill programs ran over; power_of_two_padded_share: were each prompt padded by itself.
       slots_mean, slots_max, pages_mean, pages_max: in use, pages that only the cache holds left out.
+      evicted_pages: that left the cache, for host memory where there is some.
+      host_saved_pages, host_loaded_pages: moved to host memory and back; the moves cost no simulated time.
       device_busy_share: of the duration.
       clipped_*: what max_length cut off the trace.
     """
@@ -98,6 +101,8 @@ class Report:
     pages_max: int
     preemptions: int
     evicted_pages: int
+    host_saved_pages: int
+    host_loaded_pages: int
     steps: int
     device_busy_share: float
     clipped_prompts: int
@@ -172,6 +177,8 @@ def report(run: Run, limits: Limits, *, config: str, cost: str) -> Report:
         pages_max=run.pages.most,
         preemptions=run.status.preemptions,
         evicted_pages=run.status.evicted_pages,
+        host_saved_pages=run.status.host_saved_pages,
+        host_loaded_pages=run.status.host_loaded_pages,
         steps=device.steps,
         device_busy_share=_ratio(device.busy_seconds - max(0.0, device.done_seconds - run.end_seconds), seconds),
         **{f"clipped_{name}": number for name, number in run.clipped._asdict().items()},

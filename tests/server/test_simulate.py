@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
+import os
 import subprocess
 import sys
 
@@ -61,15 +63,25 @@ def reported(*arguments):
     return json.loads(answer.stdout)
 
 
-def test_it_loads_no_jax(files):
+def test_it_loads_no_jax_and_tells_the_same_in_every_process(files):
     program = (
         "import sys\nfrom jetserve.server.cli import main\n"
-        "sys.argv = 'jetserve simulate --cost cost.yaml --trace trace.jsonl'.split()\n"
+        "sys.argv = 'jetserve simulate --cost cost.yaml --workload multi-turn --requests 40 --json -'.split()\n"
         "try: main()\nexcept SystemExit: pass\n"
         "print('LOADED', *sorted({'jax', 'grpc', 'starlette', 'matplotlib'} & set(sys.modules)))"
     )
-    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=files)
-    assert ran.stdout.splitlines()[-1] == "LOADED", ran.stderr
+    told = set()
+    for seed in ("1", "2"):
+        ran = subprocess.run(
+            [sys.executable, "-c", program],
+            capture_output=True,
+            text=True,
+            cwd=files,
+            env=os.environ | {"PYTHONHASHSEED": seed},
+        )
+        assert ran.stdout.splitlines()[-1] == "LOADED", ran.stderr
+        told.add(ran.stdout)
+    assert len(told) == 1
 
 
 def test_a_trace_becomes_a_table(files):
@@ -170,6 +182,22 @@ def test_a_plot_without_matplotlib_says_how_to_get_it(files, monkeypatch, capsys
     assert failed(monkeypatch, capsys, "--workload", "sharegpt", "--plot", "p.png").endswith(
         "--plot needs matplotlib; install it with: pip install 'jetserve[plot]'\n"
     )
+
+
+def test_a_bar_is_drawn_on_a_terminal_and_nowhere_else(files, monkeypatch, capsys):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    arguments = ["simulate", "--cost", "cost.yaml", "--workload", "sharegpt", "--requests", "20", "--rate", "3"]
+    cli.app(arguments, standalone_mode=False)
+    drawn = sys.stderr.getvalue()
+    assert "simulating sharegpt at 3 requests/s" in drawn
+    assert "%" in drawn
+    assert "\x1b[" not in simulate(*arguments[3:]).stderr
+    assert "20 / 20" in capsys.readouterr().out
 
 
 def failed(monkeypatch, capsys, *arguments):

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from jetserve.engine.fake_pages import UNWRITTEN, ContractViolation, FakePages, FakeRow, require
 from jetserve.engine.plan import (
     Admission,
     Chunk,
@@ -29,122 +30,6 @@ from jetserve.kernels import TRASH_PAGE
 from jetserve.request import MAX_LOGPROBS
 
 NextToken = Callable[[Sequence[int], Admission], int]
-_UNWRITTEN = -1
-
-
-class ContractViolation(AssertionError):
-    """A plan that no executor may be given."""
-
-
-@dataclass(slots=True)
-class _Row:
-    """A slot as the device has it.
-
-    Attributes:
-      pages: of the page table, and with each the life of the page that the row counts on.
-      length: positions written.
-      chain: of the last of them; see `_Pages`.
-      has_begun: its first chunk has run, so that what it found in its cached pages is checked.
-    """
-
-    admission: Admission
-    generated: int
-    length: int
-    pages: list[int] = field(default_factory=list)
-    lives: list[int] = field(default_factory=list)
-    chain: int = 0
-    last_token: int = _UNWRITTEN
-    has_begun: bool = False
-    is_prefilled: bool = False
-    is_active: bool = False
-
-
-class _Pages:
-    """What every page and every block of host memory holds.
-
-    A position holds its token and a number for all tokens up to it, as keys and values depend on all of them: a page
-    shared behind another prefix is found although its own tokens are right.
-
-    A life of a page begins when it is granted as a new one, copied to or loaded to. Whoever had the page before and
-    still uses it afterwards is found by that.
-    """
-
-    def __init__(self, sizing: Sizing) -> None:
-        self._page_size = sizing.page_size
-        self._cells = np.full((sizing.pages, sizing.page_size, 2), _UNWRITTEN, np.int64)
-        self._blocks: dict[int, NDArray[np.int64]] = {}
-        self.lives = [0] * sizing.pages
-        self.owners: list[_Row | None] = [None] * sizing.pages  # who may write
-        self.made: set[int] = set()  # by a copy or a load, and nobody began to use them
-
-    def renew(self, page: int, cells: NDArray[np.int64] | None = None) -> None:
-        """Begins a life, with these cells or with nothing."""
-        self._cells[page] = _UNWRITTEN if cells is None else cells
-        self.lives[page] += 1
-        (self.made.discard if cells is None else self.made.add)(page)
-
-    def truncate(self, page: int, length: int) -> None:
-        """Forgets what a copy brought along behind the prefix it was made for."""
-        self._cells[page, length:] = _UNWRITTEN
-        self.lives[page] += 1
-
-    def page(self, page: int) -> NDArray[np.int64]:
-        _require(self._cells[page, 0, 0] != _UNWRITTEN, f"{page=} is saved or copied, and holds nothing")
-        cells: NDArray[np.int64] = self._cells[page].copy()
-        return cells
-
-    def save(self, block: int, cells: NDArray[np.int64]) -> None:
-        self._blocks[block] = cells
-
-    def block(self, block: int) -> NDArray[np.int64]:
-        _require(block in self._blocks, f"{block=} is loaded, and nothing was saved there")
-        return self._blocks[block]
-
-    def write(self, row: _Row, token: int) -> None:
-        at, offset = divmod(row.length, self._page_size)
-        page = self._page_of(row, at)
-        if self.owners[page] is not row:
-            raise _taken(row, page)
-        row.chain = hash((row.chain, token))
-        self._cells[page, offset] = token, row.chain
-        row.length += 1
-
-    def read(self, row: _Row) -> list[int]:
-        """The tokens of a row that has begun."""
-        pages = [self._page_of(row, at) for at in range(-(-row.length // self._page_size))]
-        tokens: list[int] = self._cells[pages, :, 0].reshape(-1)[: row.length].tolist()
-        if _UNWRITTEN in tokens:
-            raise ContractViolation(f"{row.admission} reads what it never wrote")
-        return tokens
-
-    def begin(self, row: _Row) -> None:
-        """Takes up what the row's pages hold by now: exactly the first `cached` tokens of some sequence."""
-        cached = row.admission.cached
-        whole, rest = divmod(cached, self._page_size)
-        count = whole + bool(rest)
-        _require(len(row.pages) >= count, f"{row.admission} begins with {len(row.pages)} pages granted")
-        cells = self._cells[row.pages[:count]].reshape(-1, 2)[:cached]
-        for position, (token, chain) in enumerate(cells.tolist()):
-            row.chain = hash((row.chain, token))
-            if token == _UNWRITTEN:
-                raise ContractViolation(f"nothing was written at cached position {position} of {row.admission}")
-            if chain != row.chain:
-                raise ContractViolation(f"cached position {position} of {row.admission} is behind another prefix")
-        if rest:
-            page = row.pages[whole]
-            _require(page in self.made, f"{page=} holds the end of a cached prefix, and is no copy: {row.admission}")
-            self.truncate(page, rest)
-        self.made.difference_update(row.pages[:count])
-        row.lives[:count] = [self.lives[page] for page in row.pages[:count]]
-        row.has_begun = True
-        seen = row.admission.seen
-        _require(not seen or seen == tuple(cells[:, 0].tolist()), f"its pages hold other tokens: {row.admission}")
-
-    def _page_of(self, row: _Row, at: int) -> int:
-        page = row.pages[at]
-        if self.lives[page] != row.lives[at]:
-            raise _taken(row, page)
-        return page
 
 
 class FakeExecutor:
@@ -180,8 +65,8 @@ class FakeExecutor:
         self._next_token = next_token or (lambda tokens, _: (tokens[-1] + 1) % vocab_size)
         self._fail_at = fail_at
         self._device = _Device(step_seconds, clock, sleep)
-        self._rows: list[_Row | None] = [None] * sizing.slots
-        self._pages = _Pages(sizing)
+        self._rows: list[FakeRow | None] = [None] * sizing.slots
+        self._pages = FakePages(sizing)
         self.plans: list[StepPlan] = []
 
     def execute(self, plan: StepPlan) -> FakeStep:
@@ -214,12 +99,12 @@ class FakeExecutor:
         )
         return FakeStep(result, self._device, self._device.dispatch(), failure if is_failing else None)
 
-    def _planned(self, plan: StepPlan) -> list[_Row]:
+    def _planned(self, plan: StepPlan) -> list[FakeRow]:
         slots = {chunk.slot for chunk in plan.chunks} | set(plan.generate.active if plan.generate else ())
         return [row for slot in slots if (row := self._row(slot)) is not None]
 
-    def _row(self, slot: int) -> _Row:
-        _require(0 <= slot < self._sizing.slots, f"{slot=} is out of range")
+    def _row(self, slot: int) -> FakeRow:
+        require(0 <= slot < self._sizing.slots, f"{slot=} is out of range")
         row = self._rows[slot]
         if row is None:
             raise ContractViolation(f"{slot=} was never admitted")
@@ -227,46 +112,44 @@ class FakeExecutor:
 
     def _admit(self, plan: StepPlan, admission: Admission) -> None:
         slot = admission.slot
-        _require(0 <= slot < self._sizing.slots, f"admission to {slot=}, which is out of range")
-        _require([a.slot for a in plan.admissions].count(slot) == 1, f"{slot=} is admitted twice in a plan")
-        _require(0 <= admission.generated < (admission.params.max_tokens or 0), f"nothing is left of {admission}")
+        require(0 <= slot < self._sizing.slots, f"admission to {slot=}, which is out of range")
+        require([a.slot for a in plan.admissions].count(slot) == 1, f"{slot=} is admitted twice in a plan")
+        require(0 <= admission.generated < (admission.params.max_tokens or 0), f"nothing is left of {admission}")
         whole = admission.prompt_tokens + admission.generated
-        _require(0 <= admission.cached < whole, f"nothing is left to prefill of {admission}")
+        require(0 <= admission.cached < whole, f"nothing is left to prefill of {admission}")
         counted = admission.cached if admission.params.has_penalties else 0
-        _require(len(admission.seen) == counted, f"{len(admission.seen)} tokens seen, not {counted}: {admission}")
-        self._rows[slot] = _Row(admission, admission.generated, admission.cached)
+        require(len(admission.seen) == counted, f"{len(admission.seen)} tokens seen, not {counted}: {admission}")
+        self._rows[slot] = FakeRow(admission, admission.generated, admission.cached)
 
     def _grant(self, grant: PageGrant) -> None:
         row = self._row(grant.slot)
         self._require_page(grant.page, grant)
-        _require(
-            grant.index == len(row.pages), f"{grant} leaves a gap or replaces a page, {len(row.pages)} are granted"
-        )
-        _require(grant.index < self._sizing.pages_per_slot, f"{grant} is beyond the page table")
+        require(grant.index == len(row.pages), f"{grant} leaves a gap or replaces a page, {len(row.pages)} are granted")
+        require(grant.index < self._sizing.pages_per_slot, f"{grant} is beyond the page table")
         row.pages.append(grant.page)
         row.lives.append(self._pages.lives[grant.page])
         if (grant.index + 1) * self._sizing.page_size > row.admission.cached:
             self._pages.owners[grant.page] = row
 
     def _require_page(self, page: int, reason: PageGrant | PageCopy | HostMove) -> None:
-        _require(page != TRASH_PAGE, f"{reason} is about the trash page")
-        _require(0 < page < self._sizing.pages, f"{reason}: no such page")
+        require(page != TRASH_PAGE, f"{reason} is about the trash page")
+        require(0 < page < self._sizing.pages, f"{reason}: no such page")
 
     def _checked(self, move: HostMove) -> HostMove:
         self._require_page(move.page, move)
-        _require(0 <= move.block < self._sizing.host_blocks, f"{move}: no such block")
+        require(0 <= move.block < self._sizing.host_blocks, f"{move}: no such block")
         return move
 
     def _save(self, saves: tuple[HostMove, ...]) -> None:
-        _require(len({move.block for move in saves}) == len(saves), "two pages are saved to one block in a plan")
+        require(len({move.block for move in saves}) == len(saves), "two pages are saved to one block in a plan")
         for move in saves:
             self._pages.save(move.block, self._pages.page(self._checked(move).page))
 
     def _copy(self, copies: tuple[PageCopy, ...], grants: tuple[PageGrant, ...]) -> None:
         """Reads all sources, clears the pages that are granted as new ones, and writes all targets."""
         limit = self._sizing.prefill_rows
-        _require(len(copies) <= limit, f"{len(copies)} copies, at most {limit} are allowed")
-        _require(len({copy.target for copy in copies}) == len(copies), "two pages are copied to one in a plan")
+        require(len(copies) <= limit, f"{len(copies)} copies, at most {limit} are allowed")
+        require(len({copy.target for copy in copies}) == len(copies), "two pages are copied to one in a plan")
         for copy in copies:
             self._require_page(copy.source, copy)
             self._require_page(copy.target, copy)
@@ -280,35 +163,35 @@ class FakeExecutor:
             self._pages.renew(copy.target, cells)
 
     def _load(self, loads: tuple[HostMove, ...], loaded: list[NDArray[np.int64]]) -> None:
-        _require(len({move.page for move in loads}) == len(loads), "two blocks are loaded to one page in a plan")
+        require(len({move.page for move in loads}) == len(loads), "two blocks are loaded to one page in a plan")
         for move, cells in zip(loads, loaded, strict=True):
             self._pages.renew(move.page, cells)
 
     def _prefill(self, chunks: tuple[Chunk, ...]) -> NDArray[np.int32]:
         sizing = self._sizing
         total = sum(len(chunk.token_ids) for chunk in chunks)
-        _require(len(chunks) <= sizing.prefill_rows, f"{len(chunks)} chunks, at most {sizing.prefill_rows} are allowed")
-        _require(
+        require(len(chunks) <= sizing.prefill_rows, f"{len(chunks)} chunks, at most {sizing.prefill_rows} are allowed")
+        require(
             total <= min(sizing.prefill_tokens, sizing.prefill_sizes[-1]), f"{total} prefill tokens do not fit a plan"
         )
-        _require(len({chunk.slot for chunk in chunks}) == len(chunks), "a slot has two chunks in a plan")
-        first_tokens = np.full(len(chunks), _UNWRITTEN, np.int32)
+        require(len({chunk.slot for chunk in chunks}) == len(chunks), "a slot has two chunks in a plan")
+        first_tokens = np.full(len(chunks), UNWRITTEN, np.int32)
         for chunk in chunks:  # all of them before any writes: a page cannot be shared in the plan that writes it
             if not (row := self._row(chunk.slot)).has_begun:
                 self._pages.begin(row)
         for at, chunk in enumerate(chunks):
             row = self._row(chunk.slot)
-            _require(not row.is_prefilled, f"{chunk} comes after the last one of its slot")
-            _require(chunk.start == row.length, f"{chunk} starts at {chunk.start}, {row.length} tokens are written")
-            _require(bool(chunk.token_ids), f"{chunk} is empty")
-            _require(
+            require(not row.is_prefilled, f"{chunk} comes after the last one of its slot")
+            require(chunk.start == row.length, f"{chunk} starts at {chunk.start}, {row.length} tokens are written")
+            require(bool(chunk.token_ids), f"{chunk} is empty")
+            require(
                 0 <= min(chunk.token_ids) <= max(chunk.token_ids) < self._vocab_size, f"{chunk} leaves the vocabulary"
             )
             for token in chunk.token_ids:
                 self._write(row, token)
             if chunk.is_last:
                 whole = row.admission.prompt_tokens + row.admission.generated
-                _require(row.length == whole, f"{chunk} is the last, {row.length} of {whole} tokens are written")
+                require(row.length == whole, f"{chunk} is the last, {row.length} of {whole} tokens are written")
                 row.is_prefilled = row.is_active = True
                 first_tokens[at] = self._sample(row, self._pages.read(row))
         return first_tokens
@@ -317,16 +200,16 @@ class FakeExecutor:
         if generate is None:
             return np.zeros((0, 0), np.int32), np.zeros(0, np.int32)
         rows, steps, active = generate
-        _require(rows in self._sizing.generate_rows, f"{rows=} is not compiled")
-        _require(steps in self._sizing.generate_steps, f"{steps=} is not compiled")
-        _require(bool(active), "generate has no rows")
-        _require(list(active) == sorted(set(active)), f"{active=} is not ascending")
-        _require(active[-1] < rows, f"slot {active[-1]} is active, {rows=} take part")
-        tokens = np.full((steps, rows), _UNWRITTEN, np.int32)
+        require(rows in self._sizing.generate_rows, f"{rows=} is not compiled")
+        require(steps in self._sizing.generate_steps, f"{steps=} is not compiled")
+        require(bool(active), "generate has no rows")
+        require(list(active) == sorted(set(active)), f"{active=} is not ascending")
+        require(active[-1] < rows, f"slot {active[-1]} is active, {rows=} take part")
+        tokens = np.full((steps, rows), UNWRITTEN, np.int32)
         counts = np.zeros(rows, np.int32)
         for slot in active:
             row = self._row(slot)
-            _require(row.is_prefilled, f"{slot=} decodes before its last chunk")
+            require(row.is_prefilled, f"{slot=} decodes before its last chunk")
             for step in range(steps):
                 if row.is_active:
                     self._write(row, row.last_token)
@@ -334,12 +217,12 @@ class FakeExecutor:
                     counts[slot] += 1
         return tokens, counts
 
-    def _write(self, row: _Row, token: int) -> None:
+    def _write(self, row: FakeRow, token: int) -> None:
         if row.length >= min(self._sizing.max_length, len(row.pages) * self._sizing.page_size):
             raise ContractViolation(f"position {row.length} of {row.admission} has no page")
         self._pages.write(row, token)
 
-    def _sample(self, row: _Row, tokens: list[int]) -> int:
+    def _sample(self, row: FakeRow, tokens: list[int]) -> int:
         params, stops = row.admission.params, row.admission.stop_token_ids
         token = self._next_token(tokens, row.admission)
         while row.generated < params.min_tokens and token in stops:
@@ -440,12 +323,3 @@ def fake_logprobs(tokens: NDArray[np.int32], vocab_size: int) -> LogprobArrays:
         top_ids=(tokens[..., None] + ranks) % vocab_size,
         top=np.broadcast_to(-1.0 - ranks, (*tokens.shape, MAX_LOGPROBS)).astype(np.float32),
     )
-
-
-def _require(is_kept: bool, message: str) -> None:
-    if not is_kept:
-        raise ContractViolation(message)
-
-
-def _taken(row: _Row, page: int) -> ContractViolation:
-    return ContractViolation(f"{page=} of {row.admission} belongs to somebody else by now")

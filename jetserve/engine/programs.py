@@ -175,11 +175,20 @@ def _page_programs(sizing: Sizing, mesh: Mesh, kv: jax.ShapeDtypeStruct) -> Iter
 
 
 def measure(table: list[Program]) -> ProgramMemory:
-    """What the programs need of one chip besides arguments, by compiling them."""
+    """What the programs need of one chip besides arguments, by compiling them.
+
+    Results that overwrite no argument count as temporaries: pages on their way to host memory are as large.
+    """
     found = [program.lower().compile().memory_analysis() for program in table]
     analyses = [analysis for analysis in found if analysis is not None]
     return ProgramMemory(
-        temporary_bytes=max((analysis.temp_size_in_bytes for analysis in analyses), default=0),
+        temporary_bytes=max(
+            (
+                analysis.temp_size_in_bytes + analysis.output_size_in_bytes - analysis.alias_size_in_bytes
+                for analysis in analyses
+            ),
+            default=0,
+        ),
         code_bytes=sum(analysis.generated_code_size_in_bytes for analysis in analyses),
     )
 

@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jetserve.engine.fake import ContractViolation, FakeExecutor, FreeExecutor
+from jetserve.engine.fake import FakeExecutor, FreeExecutor
+from jetserve.engine.fake_pages import ContractViolation
 from jetserve.engine.plan import Admission, Chunk, Generate, HostMove, PageCopy, PageGrant, StepPlan
 from jetserve.engine.sizing import Sizing
 from jetserve.request import SamplingParams

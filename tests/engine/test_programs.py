@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import re
 
 import jax
+import jax.numpy as jnp
 import pytest
 
+from jetserve.engine import moves, programs
+from jetserve.sharding.budget import ProgramMemory
 from tests.engine.conftest import Served
 
 
@@ -48,3 +52,16 @@ def test_donated_buffers_are_gone_after_a_step(served: Served) -> None:
     served.solo(served.request((1, 2, 3), 2))
     with pytest.raises(RuntimeError, match="deleted"):
         kv.block_until_ready()
+
+
+def test_memory_of_programs_counts_results_that_overwrite_nothing() -> None:
+    """Pages on their way to host memory; what a copy returns lies where the cache was."""
+    kv = jax.ShapeDtypeStruct((2, 100, 2, 2, 4, 8), jnp.float32)
+    page_bytes = 2 * 2 * 2 * 4 * 8 * 4
+    which = jax.ShapeDtypeStruct((moves.move_layout().size,), jnp.int32)
+    save = programs.Program("save", moves.save, (kv, which), donate=(), out_shardings=None)
+    assert programs.measure([save]).temporary_bytes >= moves.PAGES_PER_CALL * page_bytes
+    pairs = jax.ShapeDtypeStruct((moves.copy_layout(1).size,), jnp.int32)
+    copy = programs.Program("copy", functools.partial(moves.copy, rows=1), (kv, pairs), donate=(0,), out_shardings=None)
+    assert programs.measure([copy]).temporary_bytes < 10 * page_bytes
+    assert programs.measure([]) == ProgramMemory(0, 0)

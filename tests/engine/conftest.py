@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import random
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +21,7 @@ from jetserve.engine import loading
 from jetserve.engine.engine import Engine
 from jetserve.engine.executor import DeviceExecutor
 from jetserve.engine.fake import FakeExecutor
-from jetserve.engine.plan import Admission, PendingStep, StepPlan
+from jetserve.engine.plan import PendingStep, StepPlan, StepResult
 from jetserve.engine.scheduler import Scheduler
 from jetserve.engine.sizing import Sizing
 from jetserve.models import random_init
@@ -98,25 +99,44 @@ class Asked:
 
 
 class CheckedExecutor:
-    """Runs every plan on the device and, before that, on a strict fake that knows the contract."""
+    """Runs every plan on the device and, when its result is read, on a strict fake that knows the contract.
+
+    The fake is told what the device sampled, so that its pages hold the same tokens.
+    """
 
     compilations_after_warmup = 0
 
     def __init__(self, device: DeviceExecutor, sizing: Sizing, vocab_size: int) -> None:
         self._device = device
-        self._fake = FakeExecutor(sizing, vocab_size, next_token=_no_end)
-
-    @property
-    def plans(self) -> list[StepPlan]:
-        return self._fake.plans
+        self._sampled: dict[int, deque[int]] = {}  # by slot, of the plan that the fake runs
+        self.plans: list[StepPlan] = []
+        self._fake = FakeExecutor(sizing, vocab_size, next_token=lambda _, a: self._sampled[a.slot].popleft())
 
     def execute(self, plan: StepPlan) -> PendingStep:
+        self.plans.append(plan)
+        return _CheckedStep(self, plan, self._device.execute(plan))
+
+    def check(self, plan: StepPlan, result: StepResult) -> None:
+        """Raises: ContractViolation."""
+        self._sampled = defaultdict(deque)
+        for chunk, token in zip(plan.chunks, result.first_tokens.tolist(), strict=False):
+            if chunk.is_last:
+                self._sampled[chunk.slot].append(token)
+        for slot in range(result.counts.size):
+            self._sampled[slot].extend(result.tokens[: result.counts[slot], slot].tolist())
         self._fake.execute(plan)
-        return self._device.execute(plan)
+        assert not any(self._sampled.values()), f"the device sampled more than the plan says: {self._sampled}"
 
 
-def _no_end(_: Sequence[int], admission: Admission) -> int:
-    return next(token for token in range(20) if token not in admission.stop_token_ids)
+class _CheckedStep(NamedTuple):
+    executor: CheckedExecutor
+    plan: StepPlan
+    pending: PendingStep
+
+    def result(self) -> StepResult:
+        result = self.pending.result()
+        self.executor.check(self.plan, result)
+        return result
 
 
 class Served:
@@ -131,18 +151,26 @@ class Served:
         self.plans: list[StepPlan] = []
         self.preemptions = 0
 
+    @property
+    def limits(self) -> ModelLimits:
+        return ModelLimits(self.model.vocab_size, MAX_LENGTH, (), MAX_LENGTH - 1)
+
     def request(
         self, prompt: Sequence[int], max_tokens: int | None = None, *, eos: Iterable[int] = (), **params: object
     ) -> Request:
-        limits = ModelLimits(self.model.vocab_size, MAX_LENGTH, tuple(eos), MAX_LENGTH - 1)
+        limits = self.limits._replace(eos_token_ids=tuple(eos))
         made = SamplingParams(**{"max_tokens": max_tokens, "temperature": 0.0, **params})  # type: ignore[arg-type]
         return Request.create(prompt, made, limits, now=0.0)
 
     def prompt(self, chance: random.Random, length: int) -> tuple[int, ...]:
         return tuple(chance.randrange(self.model.vocab_size) for _ in range(length))
 
-    def run(self, asked: Sequence[Asked], **sizes: object) -> None:
-        """Serves everything to its end and leaves the answers in `asked`; the host side has these sizes."""
+    def run(self, asked: Sequence[Asked], between: Callable[[], None] | None = None, **sizes: object) -> None:
+        """Serves everything to its end and leaves the answers in `asked`; the host side has these sizes.
+
+        Args:
+          between: called once, when the engine has nothing to do for the first time and more is to come.
+        """
         sizing = replace(self.sizing, **sizes)  # type: ignore[arg-type]
         executor = CheckedExecutor(self.executor, sizing, self.model.vocab_size)
         engine = Engine(Scheduler(sizing), executor)
@@ -156,6 +184,9 @@ class Served:
                     engine.abort(one.request.request_id)
             if not waiting and not engine.has_work:
                 break
+            if between is not None and waiting and not engine.has_work and executor.plans:
+                between()
+                between = None
             for sequence, tokens, logprobs, reason in engine.step(0.0):
                 one = by_id[sequence.request.request_id]
                 one.tokens.setdefault(sequence.index, []).extend(tokens)
@@ -178,13 +209,13 @@ class Served:
 
     def poison(self, change: Callable[[NDArray[Any]], NDArray[Any]]) -> None:
         """Changes everything the executor holds of slots and pages, on the device and on the host."""
+        self.executor._kv = _changed(self.executor._kv, change)
+        self.poison_slots(change)
+
+    def poison_slots(self, change: Callable[[NDArray[Any]], NDArray[Any]]) -> None:
+        """Changes everything the executor holds of slots."""
         executor = self.executor
-
-        def changed(array: Array) -> Array:
-            return jax.device_put(change(np.asarray(array)), array.sharding)
-
-        executor._state = jax.tree.map(changed, executor._state)
-        executor._kv = changed(executor._kv)
+        executor._state = jax.tree.map(lambda array: _changed(array, change), executor._state)
         for array in (executor._page_table, executor._prompt_tokens, executor._wants_logprobs):
             array[...] = change(array)
 
@@ -199,6 +230,10 @@ class Served:
                     assert one.reasons[index] is (FinishReason.STOP if is_stop else FinishReason.LENGTH)
                 else:
                     assert one.abort is not None, f"{one.request.request_id}/{index} never ended"
+
+
+def _changed(array: Array, change: Callable[[NDArray[Any]], NDArray[Any]]) -> Array:
+    return jax.device_put(change(np.asarray(array)), array.sharding)
 
 
 Serve = Callable[..., Served]

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Coroutine, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from jetserve import config
 from jetserve.config import KvEventsSettings
+from jetserve.engine import loading
 from jetserve.engine.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, Medium
 from jetserve.server.kv_events import KvEventPublisher
+from tests.bench.tiny_model import write_tiny_model
 from tests.server import dynamo
 from tests.server.dynamo import Indexer
+from tests.server.kv_reader import cached_blocks, folded, generate, served
 
 pytestmark = pytest.mark.oracle
 
@@ -151,3 +158,58 @@ def test_blocks_in_host_memory_are_a_tier_of_their_own(indexer: Indexer, instanc
         indexer.until(lambda: indexer.tiers(prompt(instance, 12), instance), {"gpu": 8, "cpu": 12})
         publisher.publish([BlockRemoved((block(instance, 2),), Medium.HOST)])
         indexer.until(lambda: indexer.tiers(prompt(instance, 12), instance), {"gpu": 8, "cpu": 8})
+
+
+def test_a_server_is_known_for_the_prefixes_it_has(
+    indexer: Indexer, instance: int, run: Callable[[Coroutine], object], tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    """The real engine on a tiny model."""
+    model, page = f"model {instance}", 16
+    write_tiny_model(tmp_path)
+    settings = [
+        f"model.name={tmp_path}",
+        "model.random_weights=true",
+        "model.dtype=float32",
+        "engine.slots=2",
+        "engine.max_length=160",
+        f"engine.page_size={page}",
+        "engine.kv_pages=16",
+        "engine.prefill_sizes=[64]",
+        "engine.strict_compile=true",
+        f"engine.compilation_cache={request.config.cache.mkdir('jetserve-programs')}",
+    ]
+    tree = config.load(None, [*settings, "kv_events.endpoint=tcp://127.0.0.1:*"])
+
+    async def check() -> None:
+        async with served(lambda report: loaded, *settings) as (server, reader):
+            events = server.kv_events
+            assert events is not None
+            await asyncio.to_thread(indexer.register, instance, events.endpoint, events.replay_endpoint, page, model)
+            for at in range(300, 500):  # a subscription takes its time
+                await generate(server, list(range(at, at + page)))
+                if await asyncio.to_thread(indexer.matched, list(range(at, at + page)), model):
+                    break
+            prompt = list(range(70))
+            other = [*prompt[:53], *range(90, 100)]
+
+            first, _ = await generate(server, prompt)
+            second, usage = await generate(server, other)
+
+            assert usage.cached_tokens == 53
+            known = functools.partial(asyncio.to_thread, indexer.wait_for, model=model)
+            await known({instance: 48}, prompt[:53])  # of whole blocks
+            await known({instance: 80}, [*prompt, *first])  # 70 tokens and 19 that were read when the last was sampled
+            await known({instance: 80}, [*other, *second])  # 63 and 19
+            assert (await folded(reader)).blocks == cached_blocks(server)
+
+            for at in range(100, 500, 80):  # more than the pool holds
+                await generate(server, list(range(at, at + 70)))
+            await known({}, prompt)
+            assert server.orchestrator.status().evicted_pages > 0
+            assert (await folded(reader)).blocks == cached_blocks(server)
+
+    try:
+        loaded = loading.load(tree, lambda stage, fraction: None)
+        run(check())
+    finally:
+        loading.use_compilation_cache(None)

@@ -66,7 +66,7 @@ class Node:
     @property
     def is_device_leaf(self) -> bool:
         """Its page can be evicted."""
-        return self.page is not None and not (self.device_children or self.locks or self.is_detached)
+        return self.page is not None and not (self.device_children or self.locks)
 
     @property
     def is_host_leaf(self) -> bool:

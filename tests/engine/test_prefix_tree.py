@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 from collections.abc import Sequence
 
 import pytest
@@ -402,6 +403,18 @@ def test_queue_of_leaves_stays_small() -> None:
 
     assert len(tree._device_leaves._heap) <= 66
     assert tree.evict(2).pages == [2, 1]
+
+
+def test_order_of_leaves_outlives_the_tidying_of_their_queue() -> None:
+    tree = PrefixTree(1)
+    nodes = [hang(tree, (page,), [page]) for page in range(500)]
+    order = list(range(500))
+    random.Random(5).shuffle(order)
+    for page in order:
+        tree.lock(nodes[page])
+        tree.unlock(nodes[page])
+
+    assert tree.evict(500).pages == order
 
 
 # host

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import bisect
 import math
+import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -57,13 +58,6 @@ class StepCost(Protocol):
     def observe(self, shape: StepShape, seconds: float) -> None:
         """Takes in that a step with this shape took so long."""
         ...
-
-
-class Weight(NamedTuple):
-    """So much of one term, by its index."""
-
-    term: int
-    amount: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,16 +197,17 @@ class LinearCost:
             return
         self._observations += 1
         # The part of the prediction that each term is: the slope of its logarithm by theirs.
-        slope = self._table.weights(shape) * self._terms
-        parts = slope.tolist()
-        predicted = max(sum(parts), self._seconds[_STEP])
-        slope *= 1 / predicted
+        parts = [(term, amount * self._seconds[term]) for term, amount in self._table.weights(shape)]
+        predicted = max(sum(seconds for _, seconds in parts), self._seconds[_STEP])
+        slope = np.zeros(len(self._seconds))
+        for term, part in parts:
+            slope[term] = part / predicted
         error = min(max(math.log(seconds / predicted), -_MOST_ERROR), _MOST_ERROR)
         reach = self._covariance.dot(slope)
         variance = max(float(slope.dot(reach)), _LEAST_VARIANCE)
         noise = self._noise
         far = error / min(_FAR_DEVIATIONS * math.sqrt(variance + noise), _FAR_ERROR)
-        self._watch(parts.index(max(parts)), _FAR_DEVIATIONS * min(max(far, -1.0), 1.0))
+        self._watch(max(parts, key=operator.itemgetter(1))[0], _FAR_DEVIATIONS * min(max(far, -1.0), 1.0))
         widened = max(variance, noise * _LEAST_GAIN / (1 - _LEAST_GAIN))
         growth = widened / variance
         spread = (widened + noise) * (1.0 if self._observations <= _TRUSTED else max(far * far, 1.0))
@@ -267,32 +262,30 @@ class _Table:
             generate_position=seconds[_GENERATE_POSITION],
         )
 
-    def weights(self, shape: StepShape) -> NDArray[np.float64]:
-        """How often each term is in a step of this shape."""
-        found = np.zeros(_FIRST_PROGRAM + len(self.prefill) + len(self.generate))
-        found[_STEP] = 1.0
-        found[_PREFILL_POSITION] = shape.prefill_context
-        found[_GENERATE_POSITION] = shape.generate_context
-        if shape.prefill_size:
-            for term, amount in self.prefill_weights(shape.prefill_size):
-                found[term] += amount
-        if shape.generate_steps:
-            for term, amount in self.generate_weights(shape.generate_steps, shape.generate_rows):
-                found[term] += amount
+    def weights(self, shape: StepShape) -> list[tuple[int, float]]:
+        """The terms of a step of this shape, each once, and how often they are in it."""
+        size, prefill_context, rows, steps, generate_context = shape
+        found = [(_STEP, 1.0), (_PREFILL_POSITION, prefill_context), (_GENERATE_POSITION, generate_context)]
+        if size:
+            at = self.prefill.get(size)
+            found += [(at, 1.0)] if at is not None else self.prefill_weights(size)
+        if steps:
+            at = self.generate.get((steps, rows))
+            found += [(at, 1.0)] if at is not None else self.generate_weights(steps, rows)
         return found
 
-    def prefill_weights(self, size: int) -> list[Weight]:
-        return [Weight(self.prefill[near], amount) for near, amount in _between(self._sizes, size)]
+    def prefill_weights(self, size: int) -> list[tuple[int, float]]:
+        return [(self.prefill[near], amount) for near, amount in _between(self._sizes, size)]
 
-    def generate_weights(self, steps: int, rows: int) -> list[Weight]:
+    def generate_weights(self, steps: int, rows: int) -> list[tuple[int, float]]:
         return [
-            Weight(self.generate[near_steps, near_rows], by_steps * by_rows)
+            (self.generate[near_steps, near_rows], by_steps * by_rows)
             for near_steps, by_steps in _between(self._steps, steps)
             for near_rows, by_rows in _between(self._rows, rows)
         ]
 
 
-def _sum(weights: list[Weight], seconds: list[float]) -> float:
+def _sum(weights: list[tuple[int, float]], seconds: list[float]) -> float:
     return sum(seconds[term] * amount for term, amount in weights)
 
 

@@ -220,12 +220,21 @@ def random_trace(rng, count):
     waiting=st.sampled_from([1, 3, 100]),
     sheds=st.booleans(),
     prefix_cache=st.booleans(),
+    host_blocks=st.sampled_from([0, 6]),
+    steps=st.sampled_from([(1,), (1, 4)]),
 )
 @settings(max_examples=60, deadline=None)
-def test_no_request_is_lost_and_equal_runs_are_equal(seed, count, pages, waiting, sheds, prefix_cache):
+def test_no_request_is_lost_and_equal_runs_are_equal(
+    seed, count, pages, waiting, sheds, prefix_cache, host_blocks, steps
+):
     trace = random_trace(random.Random(seed), count)
     made = make_setup(
-        {"pages": pages, "prefix_cache": prefix_cache},
+        {
+            "pages": pages,
+            "prefix_cache": prefix_cache,
+            "host_blocks": host_blocks if prefix_cache else 0,
+            "generate_steps": steps,
+        },
         max_waiting_requests=waiting,
         shed_hopeless=sheds,
         ttft_target_ms=4000.0 if sheds else None,

@@ -66,10 +66,10 @@ class Draft:
 
     def grant(self, sequence: Sequence, end: int) -> None:
         """Tells the device the entries of the page table below `end` that it does not know yet."""
-        slot, pages = sequence.slot, sequence.pages
+        slot, pages = sequence.slot, sequence.held.pages
         assert slot is not None, sequence
-        self._grants += [PageGrant(slot, index, pages[index]) for index in range(sequence.granted, end)]
-        sequence.granted = max(end, sequence.granted)
+        self._grants += [PageGrant(slot, index, pages[index]) for index in range(sequence.held.granted, end)]
+        sequence.held.granted = max(end, sequence.held.granted)
 
     def add_chunk(self, sequence: Sequence, end: int) -> None:
         """Prefills what the sequence lacks of its prefix, up to `end`. Its pages are granted apart."""

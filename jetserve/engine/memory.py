@@ -26,7 +26,7 @@ from jetserve.engine.pages import PagePool
 from jetserve.engine.plan import HostMove, PageCopy
 from jetserve.engine.prefix_node import Node
 from jetserve.engine.prefix_tree import Match, PrefixTree
-from jetserve.engine.sequence import Sequence
+from jetserve.engine.sequence import Held, Sequence
 from jetserve.engine.sizing import Sizing
 
 
@@ -140,11 +140,11 @@ class KvMemory:
         """Gives a sequence its pages: what the cache has of its prefix, and own ones for the rest. There is room."""
         found = self._share(sequence, positions) if self._is_sharing else self._own(sequence, positions)
         if sequence.scheduled_seconds is None:
-            sequence.cached = sequence.written
+            sequence.cached = sequence.held.written
             self.totals.queried_tokens += len(sequence.prefix)
             self.totals.cached_tokens += sequence.cached
             self.totals.host_cached_tokens += min(len(found.loads) * self._page_size, sequence.cached)
-        self._writing.update(self._hashes(sequence)[sequence.kept :])
+        self._writing.update(self._hashes(sequence)[sequence.held.kept :])
         return found
 
     def alloc(self, count: int) -> list[int]:
@@ -160,38 +160,38 @@ class KvMemory:
 
     def keep(self, sequence: Sequence, written: int) -> None:
         """A committed plan has written so many positions of the prefix: whole pages can be found by others."""
-        sequence.written = written
+        sequence.held.written = written
         whole = written // self._page_size
-        kept = sequence.kept
+        kept = sequence.held.kept
         if whole == kept or not self._is_sharing:
             return
-        assert sequence.node is not None, sequence
+        assert sequence.held.node is not None, sequence
         hashes = self._hashes(sequence)[kept:whole]
         if self.tree.matched_tokens(self._hashes(sequence)[: kept + 1]) > kept * self._page_size:
             return  # computed by somebody else as well
         self._end_writing(hashes)
         tokens = sequence.prefix[kept * self._page_size : whole * self._page_size]
-        inserted = self.tree.insert(sequence.node, tokens, sequence.pages[kept:whole])
+        inserted = self.tree.insert(sequence.held.node, tokens, sequence.held.pages[kept:whole])
         if inserted.spare:
             return  # the cache was flushed, and does not take what was computed before
-        self.tree.lock(inserted.node, above=sequence.node)
-        sequence.node, sequence.kept = inserted.node, whole
+        self.tree.lock(inserted.node, above=sequence.held.node)
+        sequence.held.node, sequence.held.kept = inserted.node, whole
         self.pool.free(inserted.freed)
 
     def leave(self, sequence: Sequence) -> None:
         """Takes a sequence's pages; what it has written stays in the tree."""
-        self._end_writing(self._hashes(sequence)[sequence.kept :])
-        own = sequence.pages[sequence.kept :]
-        if sequence.node is not None:
-            start, end = sequence.kept * self._page_size, sequence.positions_written
+        self._end_writing(self._hashes(sequence)[sequence.held.kept :])
+        own = sequence.held.pages[sequence.held.kept :]
+        if sequence.held.node is not None:
+            start, end = sequence.held.kept * self._page_size, sequence.positions_written
             tokens = sequence.tokens(start, end)
             filled = self.pages(len(tokens))
             if filled:
-                inserted = self.tree.insert(sequence.node, tokens, own[:filled])
+                inserted = self.tree.insert(sequence.held.node, tokens, own[:filled])
                 own = own[filled:] + inserted.spare + inserted.freed
-            own += self.tree.unlock(sequence.node)
+            own += self.tree.unlock(sequence.held.node)
         self.pool.free(own)
-        sequence.give_up_pages()
+        sequence.held = Held()
 
     def flush(self) -> int:
         """Forgets all prefixes; what running sequences use leaves with them. Returns the pages that are free now."""
@@ -203,7 +203,7 @@ class KvMemory:
     def check(self, residents: Iterable[Sequence]) -> None:
         """Raises: AssertionError unless free + cached + owned pages are all pages, each of them once."""
         self.tree.check()
-        owned = [page for sequence in residents for page in sequence.pages[sequence.kept :]]
+        owned = [page for sequence in residents for page in sequence.held.pages[sequence.held.kept :]]
         self.pool.check([*owned, *self.tree.pages()])
         assert all(count > 0 for count in self._writing.values()), self._writing
         assert not self._saves, "pages were evicted for no plan"
@@ -218,12 +218,12 @@ class KvMemory:
         loads = self.tree.restore(at_host, own[: len(at_host)])
         own = own[len(at_host) :]
         self._loading.update(at_host)
-        sequence.node, sequence.kept = match.node, len(match.nodes)
-        sequence.pages = [page for node in match.nodes if (page := node.page) is not None] + own
-        sequence.written = match.tokens
+        sequence.held.node, sequence.held.kept = match.node, len(match.nodes)
+        sequence.held.pages = [page for node in match.nodes if (page := node.page) is not None] + own
+        sequence.held.written = match.tokens
         copies: tuple[PageCopy, ...] = ()
         if partial is not None:
-            sequence.written += match.partial_tokens
+            sequence.held.written += match.partial_tokens
             if source is not None:
                 copies = (PageCopy(source, own[0]),)
             elif block is not None:
@@ -233,7 +233,7 @@ class KvMemory:
         return Found(copies, tuple(loads), is_ready)
 
     def _own(self, sequence: Sequence, positions: int) -> Found:
-        sequence.pages = self.alloc(self.pages(positions))
+        sequence.held.pages = self.alloc(self.pages(positions))
         return Found()
 
     def _match(self, sequence: Sequence) -> Match:
@@ -256,9 +256,9 @@ class KvMemory:
         """Of the whole pages of the prefix, made once for each prefix."""
         if not self._is_sharing:
             return []
-        if sequence.hashes is None:
-            sequence.hashes = block_hashes(self._namespace(sequence), sequence.prefix, self._page_size)
-        return sequence.hashes
+        if sequence.held.hashes is None:
+            sequence.held.hashes = block_hashes(self._namespace(sequence), sequence.prefix, self._page_size)
+        return sequence.held.hashes
 
     def _namespace(self, sequence: Sequence) -> Namespace:
         return Namespace(salt=sequence.request.cache_salt)

@@ -87,7 +87,7 @@ class Rows:
         slot = heapq.heappop(self._free)
         sequence.slot = slot
         self._sequences[slot] = sequence
-        self._capacity[slot] = len(sequence.pages) * self._page_size
+        self._capacity[slot] = len(sequence.held.pages) * self._page_size
         self._limit[slot] = sequence.max_positions
         return slot
 
@@ -111,8 +111,8 @@ class Rows:
 
     def extend(self, sequence: Sequence, pages: list[int]) -> None:
         """Adds pages to a row."""
-        sequence.pages += pages
-        self._capacity[sequence.slot] = len(sequence.pages) * self._page_size
+        sequence.held.pages += pages
+        self._capacity[sequence.slot] = len(sequence.held.pages) * self._page_size
 
     def shortage(self, steps: int) -> dict[int, int]:
         """Pages that active rows lack for `steps` more tokens: slot -> number, slots ascending."""
@@ -158,7 +158,7 @@ class Rows:
                 assert not self._is_active[slot], f"{slot=} is active and empty"
                 continue
             assert sequence.slot == slot, sequence
-            assert self._capacity[slot] == len(sequence.pages) * self._page_size, sequence
+            assert self._capacity[slot] == len(sequence.held.pages) * self._page_size, sequence
             if self._is_active[slot]:
                 assert sequence.is_prefilled, sequence
                 assert self._written[slot] <= self._capacity[slot], sequence

@@ -325,7 +325,7 @@ class Scheduler:
         for slot, count in lacking.items():
             sequence = self.rows.sequence_at(slot)
             self.rows.extend(sequence, self.memory.alloc(count))
-            draft.grant(sequence, len(sequence.pages))
+            draft.grant(sequence, len(sequence.held.pages))
 
     def _preempt(self, lacking: dict[int, int]) -> dict[int, int]:
         """Sends the last in rank back to the queue until what the others lack is free. Returns what they lack."""
@@ -375,7 +375,7 @@ class Scheduler:
         # All pages of the prefix are taken at once, so that a prompt under way never stops for want of pages; the
         # device is told of them chunk by chunk, which bounds the grants of one plan.
         found = self.memory.seat(sequence, self._reach(sequence))
-        sequence.prefilled = sequence.written
+        sequence.prefilled = sequence.held.written
         self.rows.seat(sequence)
         self._prefilling.append(sequence)
         if sequence.scheduled_seconds is None:
@@ -394,7 +394,7 @@ class Scheduler:
             end = sequence.prefilled + tokens
             # With the last chunk come the pages of the decode step in the same plan.
             is_last = end == len(sequence.prefix)
-            draft.grant(sequence, len(sequence.pages) if is_last else self.memory.pages(end))
+            draft.grant(sequence, len(sequence.held.pages) if is_last else self.memory.pages(end))
             draft.add_chunk(sequence, end)
             if is_last:
                 self._prefilling.remove(sequence)

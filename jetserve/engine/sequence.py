@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from jetserve.engine.plan import Admission
@@ -16,6 +17,26 @@ class Lateness(NamedTuple):
     due_seconds: float
 
 
+@dataclass(slots=True)
+class Held:
+    """What a sequence has of the KV memory; see memory.py.
+
+    Attributes:
+      pages: entry i holds positions [i * page_size, (i + 1) * page_size).
+      granted: entries of `pages` that the device knows.
+      node, kept: the deepest node of the prefix tree it has locked, and how many pages are in the tree by it.
+      written: tokens of its prefix known to be in the pages: cached ones, and chunks whose results were read.
+      hashes: of the whole pages of its prefix; None until somebody asks.
+    """
+
+    pages: list[int] = field(default_factory=list)
+    granted: int = 0
+    node: Node | None = None
+    kept: int = 0
+    written: int = 0
+    hashes: list[int] | None = None
+
+
 class Sequence:
     """Tokens, slot and pages of one sample. The scheduler alone changes it.
 
@@ -28,15 +49,11 @@ class Sequence:
       order: running number of arrival; ties of priority go to the lower one.
       slot: row of the decode batch from admission to end, None before and after.
       is_aged: waited longest when it was the turn of that one; runs before all others from then on.
-      pages: entry i holds positions [i * page_size, (i + 1) * page_size).
-      granted: entries of `pages` that the device knows.
-      node, kept: the deepest node of the prefix tree it has locked, and how many pages are in the tree by it.
-      hashes: of the whole pages of `prefix`; None until somebody asks.
+      held: its part of the KV memory.
       cached: prompt tokens found in the cache when it first got a slot.
       generated: tokens the host has read back.
       prefix: what prefill writes: the prompt, and after a preemption the tokens generated before it.
       prefilled: tokens of `prefix` that were cached or went to the device.
-      written: of these, those known to be in the pages: cached ones, and chunks whose results were read.
       incarnation: grows whenever the slot is left, so that results dispatched before are known to be stale.
       scheduled_seconds: when it first got a slot.
       lateness: why it was shed.
@@ -46,23 +63,18 @@ class Sequence:
         "cached",
         "finish_reason",
         "generated",
-        "granted",
-        "hashes",
+        "held",
         "incarnation",
         "index",
         "is_aged",
-        "kept",
         "lateness",
-        "node",
         "order",
-        "pages",
         "preemptions",
         "prefilled",
         "prefix",
         "request",
         "scheduled_seconds",
         "slot",
-        "written",
     )
 
     def __init__(self, request: Request, index: int, order: int) -> None:
@@ -71,16 +83,11 @@ class Sequence:
         self.order = order
         self.slot: int | None = None
         self.is_aged = False
-        self.pages: list[int] = []
-        self.granted = 0
-        self.node: Node | None = None
-        self.kept = 0
-        self.hashes: list[int] | None = None
+        self.held = Held()
         self.cached = 0
         self.generated: list[int] = []
         self.prefix = request.prompt_token_ids
         self.prefilled = 0
-        self.written = 0
         self.incarnation = 0
         self.preemptions = 0
         self.scheduled_seconds: float | None = None
@@ -107,9 +114,9 @@ class Sequence:
     @property
     def positions_written(self) -> int:
         """Positions known to be in its pages. A generated token is written by the step that samples the next one."""
-        if self.written < len(self.prefix):
-            return self.written
-        return max(self.written, len(self.request.prompt_token_ids) + len(self.generated) - 1)
+        if self.held.written < len(self.prefix):
+            return self.held.written
+        return max(self.held.written, len(self.request.prompt_token_ids) + len(self.generated) - 1)
 
     @property
     def max_positions(self) -> int:
@@ -126,8 +133,8 @@ class Sequence:
             seed=self.request.sample_seed(self.index),
             prompt_tokens=len(self.request.prompt_token_ids),
             generated=len(self.generated),
-            cached=self.written,
-            seen=self.prefix[: self.written] if self.request.params.has_penalties else (),
+            cached=self.held.written,
+            seen=self.prefix[: self.held.written] if self.request.params.has_penalties else (),
         )
 
     def tokens(self, start: int, end: int) -> tuple[int, ...]:
@@ -151,16 +158,9 @@ class Sequence:
         self.slot = None
         self.incarnation += 1
 
-    def give_up_pages(self) -> None:
-        """Forgets its pages; whoever they are left to knows them."""
-        self.pages = []
-        self.node = None
-        self.granted = self.kept = self.written = 0
-
     def rewind(self) -> None:
         """After it left: to be prefilled again, with the tokens generated so far."""
         self.prefix = self.request.prompt_token_ids + tuple(self.generated)
-        self.hashes = None
         self.prefilled = 0
         self.preemptions += 1
 

@@ -58,8 +58,8 @@ class WaitingQueue:
 
     def remove(self, sequence: Sequence) -> None:
         """Takes out a sequence that waits."""
-        _remove(self._ranked, sequence, _rank)
-        _remove(self._by_arrival, sequence, _order)
+        del self._ranked[bisect.bisect_left(self._ranked, sequence.rank, key=_rank)]
+        del self._by_arrival[bisect.bisect_left(self._by_arrival, sequence.order, key=_order)]
         self.tokens -= len(sequence.prefix)
 
     def admit(self, sequence: Sequence) -> None:
@@ -89,11 +89,11 @@ class WaitingQueue:
         assert self.tokens == sum(len(sequence.prefix) for sequence in self._ranked)
         assert [s.rank for s in self._ranked] == sorted(s.rank for s in self._ranked)
         assert self._by_arrival == sorted(self._ranked, key=_order)
-        assert all(s.slot is None and not s.pages and s.finish_reason is None for s in self._ranked)
+        assert all(s.slot is None and not s.held.pages and s.finish_reason is None for s in self._ranked)
 
     def _age(self, sequence: Sequence) -> None:
         if not sequence.is_aged:
-            _remove(self._ranked, sequence, _rank)
+            del self._ranked[bisect.bisect_left(self._ranked, sequence.rank, key=_rank)]
             sequence.is_aged = True
             bisect.insort(self._ranked, sequence, key=_rank)
 
@@ -113,9 +113,3 @@ def _rank(sequence: Sequence) -> tuple[bool, int, int]:
 
 def _order(sequence: Sequence) -> int:
     return sequence.order
-
-
-def _remove(sequences: list[Sequence], sequence: Sequence, key: Callable[[Sequence], object]) -> None:
-    at = bisect.bisect_left(sequences, key(sequence), key=key)  # type: ignore[type-var]
-    assert sequences[at] is sequence, sequence
-    del sequences[at]

@@ -23,7 +23,7 @@ from jetserve.sharding import chips
 from tests.bench.tiny_model import CONFIG, write_tiny_model
 from tests.engine.conftest import LLAMA, Serve, Served, settings_of, weights_of
 
-PROGRAMS = 3
+PROGRAMS = 5
 START = """
 import json, sys
 from jetserve import config

@@ -58,9 +58,9 @@ def test_prefix_is_found_to_the_token(shared: int, whole: int, copied: int) -> N
     written(mine, LONG)
     one = sequence((*LONG[:shared], 1, 2, 3))
     found = mine.seat(one, len(one.prefix) + 1)
-    assert (one.kept, one.written, one.cached) == (whole, shared, shared)
-    assert one.pages[:whole] == [1, 2, 3][:whole]
-    assert found.copies == ((PageCopy(whole + 1, one.pages[whole]),) if copied else ())
+    assert (one.held.kept, one.held.written, one.cached) == (whole, shared, shared)
+    assert one.held.pages[:whole] == [1, 2, 3][:whole]
+    assert found.copies == ((PageCopy(whole + 1, one.held.pages[whole]),) if copied else ())
     assert (found.loads, found.is_ready) == ((), True)
     mine.check([one])
 
@@ -70,9 +70,9 @@ def test_prompt_that_is_cached_whole_recomputes_its_last_token() -> None:
     written(mine, LONG)
     one = sequence(LONG)
     found = mine.seat(one, len(LONG) + 1)
-    assert (one.kept, one.written) == (2, 11)
-    assert found.copies == (PageCopy(3, one.pages[2]),)
-    assert 3 not in one.pages
+    assert (one.held.kept, one.held.written) == (2, 11)
+    assert found.copies == (PageCopy(3, one.held.pages[2]),)
+    assert 3 not in one.held.pages
     mine.check([one])
 
 
@@ -94,7 +94,7 @@ def test_page_that_a_running_sequence_has_filled_is_found_at_once() -> None:
     mine.keep(writer, 8)
     assert mine.is_being_written(reader) is False  # of the third page it would find no whole one
     mine.seat(reader, 13)
-    assert (reader.written, reader.pages[:2]) == (8, writer.pages[:2])
+    assert (reader.held.written, reader.held.pages[:2]) == (8, writer.held.pages[:2])
     mine.check([writer, reader])
     mine.leave(writer)
     mine.leave(reader)
@@ -121,7 +121,7 @@ def test_equal_pages_computed_twice_are_kept_once() -> None:
         one.prefilled = 12
     for one in (first, second):
         mine.keep(one, 12)
-    assert (mine.tree.nodes, first.kept, second.kept) == (3, 3, 0)
+    assert (mine.tree.nodes, first.held.kept, second.held.kept) == (3, 3, 0)
     mine.check([first, second])
     mine.leave(second)
     mine.leave(first)
@@ -182,8 +182,8 @@ def test_evicted_pages_go_to_host_memory_and_come_back() -> None:
     one = sequence(LONG)
     found = mine.seat(one, 12)
     # the second page comes back whole, and the third to where its first three tokens are copied
-    assert (one.pages[0], one.kept, one.cached) == (1, 2, 11)
-    assert found == Found((), (HostMove(one.pages[1], 1), HostMove(one.pages[2], 0)), is_ready=False)
+    assert (one.held.pages[0], one.held.kept, one.cached) == (1, 2, 11)
+    assert found == Found((), (HostMove(one.held.pages[1], 1), HostMove(one.held.pages[2], 0)), is_ready=False)
     mine.check([one])
 
 

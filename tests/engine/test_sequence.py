@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from jetserve.engine.sequence import Sequence, positions_written
 from jetserve.request import FinishReason, ModelLimits, Request, SamplingParams
 
@@ -37,12 +39,12 @@ def test_stop_id_as_the_last_possible_token_is_stop() -> None:
 
 def test_rewound_sequence_prefills_prompt_and_generated_tokens() -> None:
     one = sequence([1, 2])
-    one.slot, one.pages, one.prefilled = 3, [4, 5], 2
+    one.slot, one.prefilled = 3, 2
     one.append([7, 8])
     incarnation = one.incarnation
-    assert one.leave() == [4, 5]
+    one.leave()
     one.rewind()
-    assert (one.prefix, one.prefilled, one.slot, one.pages) == ((1, 2, 7, 8), 0, None, [])
+    assert (one.prefix, one.prefilled, one.slot) == ((1, 2, 7, 8), 0, None)
     assert one.incarnation != incarnation
     assert one.preemptions == 1
     one.slot = 0
@@ -58,3 +60,24 @@ def test_rank_is_priority_then_arrival() -> None:
 
     late, early, urgent = ranked(0, 1), ranked(0, 0), ranked(-1, 2)
     assert sorted([late, early, urgent], key=lambda s: s.rank) == [urgent, early, late]
+
+
+@pytest.mark.parametrize(
+    ("start", "end", "tokens"), [(0, 2, (1, 2)), (1, 4, (2, 3, 7)), (3, 5, (7, 8)), (4, 9, (8, 9))]
+)
+def test_tokens_run_on_from_prompt_to_answer(start: int, end: int, tokens: tuple[int, ...]) -> None:
+    one = sequence([1, 2, 3])
+    one.append([7, 8, 9])
+    assert one.tokens(start, end) == tokens
+
+
+def test_positions_written_are_what_was_committed_then_all_but_the_last_token() -> None:
+    one = sequence([1, 2, 3])
+    one.held.written = 2
+    assert one.positions_written == 2
+    one.held.written = 3
+    assert one.positions_written == 3
+    one.append([7])
+    assert one.positions_written == 3
+    one.append([8])
+    assert one.positions_written == 4

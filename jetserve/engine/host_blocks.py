@@ -1,12 +1,14 @@
 """Pages that wait in host memory. Device side, engine thread only; calls compiled programs only.
 
 A block is an array of its own. On an accelerator it lies in pinned memory, and the transfer both ways runs beside the
-programs; on CPU what `save` read stays as it is.
+programs; on CPU what `save` read stays as it is. Where a plan moves more pages than one call holds, each call waits for
+the one before: the memory budget counts the pages of one on their way, not of hundreds.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeVar
 
 import jax
 import numpy as np
@@ -17,6 +19,8 @@ from numpy.typing import NDArray
 from jetserve.engine import moves
 from jetserve.engine.plan import HostMove
 from jetserve.engine.programs import HostPrograms
+
+Item = TypeVar("Item")
 
 
 class HostBlocks:
@@ -49,10 +53,13 @@ class HostBlocks:
 
     def save(self, kv: Array, saves: Sequence[HostMove]) -> None:
         """Reads pages into blocks; the transfers have begun when this returns."""
+        kept: list[Array] = []
         for group in _groups(saves):
+            jax.block_until_ready(kept)
             pages = self._programs.save(kv, self._control(group))
-            for move, page in zip(group, pages, strict=False):
-                self._blocks[move.block] = self._keep(page)
+            kept = [self._keep(page) for page in pages[: len(group)]]
+            for move, page in zip(group, kept, strict=True):
+                self._blocks[move.block] = page
 
     def load(self, kv: Array, loads: Sequence[HostMove], held: Sequence[Array]) -> Array:
         """Writes what `at` found into the pages.
@@ -60,11 +67,12 @@ class HostBlocks:
         Returns: the cache.
         """
         assert self._unused is not None, "loads come after warm-up"
-        pages = [self._fetch(block) for block in held]
-        pages += [self._unused] * (-len(pages) % moves.PAGES_PER_CALL)
-        for index, group in enumerate(_groups(loads)):
-            first = index * moves.PAGES_PER_CALL
-            kv = self._programs.load(kv, self._control(group), tuple(pages[first : first + moves.PAGES_PER_CALL]))
+        for index, (group, blocks) in enumerate(zip(_groups(loads), _groups(held), strict=True)):
+            if index:
+                kv.block_until_ready()
+            pages = [self._fetch(block) for block in blocks]
+            pages += [self._unused] * (moves.PAGES_PER_CALL - len(pages))
+            kv = self._programs.load(kv, self._control(group), tuple(pages))
         return kv
 
     def _keep(self, page: Array) -> Array:
@@ -79,6 +87,7 @@ class HostBlocks:
         return vector
 
 
-def _groups(all_moves: Sequence[HostMove]) -> list[Sequence[HostMove]]:
+def _groups(items: Sequence[Item]) -> list[Sequence[Item]]:
+    """As many as a call takes, and as many again."""
     size = moves.PAGES_PER_CALL
-    return [all_moves[first : first + size] for first in range(0, len(all_moves), size)]
+    return [items[first : first + size] for first in range(0, len(items), size)]

@@ -13,9 +13,9 @@ import typer
 from rich.console import Console
 
 from tests.bench import report
-from tests.bench.workloads import HOST_WORKLOADS, MODEL_WORKLOADS, MODELS, QUICK, Workload
+from tests.bench.workloads import HOST_WORKLOADS, MODEL_WORKLOADS, MODELS, QUICK, SCHEDULE_SHAPES, Workload
 
-BENCHES = ("host", "model")
+BENCHES = ("host", "schedule", "model")
 
 
 def main(
@@ -27,7 +27,7 @@ def main(
     quick: Annotated[bool, typer.Option("--quick", help="a few tokens of each, of a tiny model: does it run")] = False,
     json: Annotated[Path | None, typer.Option(help="write everything to this file")] = None,
 ) -> None:
-    """Measures the host path over a fake device, and the demo models next to a bare jitted loop."""
+    """Measures the host path over a fake device, the scheduler alone, and the demo models next to a bare jitted loop."""
     console = Console()
     if not console.is_terminal:
         console.width = 120  # of a file or a log nobody knows
@@ -47,6 +47,12 @@ def main(
             for workload in _choose(HOST_WORKLOADS, only, quick=quick):
                 announce(f"host: {workload.name}")
                 measurements.append(host.measure(workload))
+        if "schedule" in chosen:
+            from tests.bench import schedule
+
+            for slots, context_tokens in SCHEDULE_SHAPES[:1] if quick else SCHEDULE_SHAPES:
+                announce(f"schedule: {slots} slots")
+                measurements.append(schedule.measure(slots, context_tokens, steps=5 if quick else 100))
         if "model" in chosen:
             from tests.bench import model as model_bench
             from tests.bench.tiny_model import write_tiny_model

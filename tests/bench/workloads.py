@@ -59,4 +59,6 @@ HOST_WORKLOADS = (
     Workload("slots64-5ms", 64, prompt_tokens=16, output_tokens=256, concurrency=64, rounds=4, step_seconds=0.005),
     Workload("slots256-10ms", 256, prompt_tokens=16, output_tokens=256, concurrency=256, rounds=2, step_seconds=0.01),
 )
+# (slots, prompt tokens): what a step costs must not grow with the context.
+SCHEDULE_SHAPES = ((256, 128), (256, 4096), (2048, 128), (2048, 1024))
 QUICK = Workload("quick", seed=0, prompt_tokens=16, output_tokens=8, concurrency=2, rounds=1)

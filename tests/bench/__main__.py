@@ -27,7 +27,7 @@ def main(
     quick: Annotated[bool, typer.Option("--quick", help="a few tokens of each, of a tiny model: does it run")] = False,
     json: Annotated[Path | None, typer.Option(help="write everything to this file")] = None,
 ) -> None:
-    """Measures the host path over a fake device, the scheduler alone, and the demo models next to a bare jitted loop."""
+    """Measures the host path over a fake device, the scheduler alone, and the demo models beside a bare jitted loop."""
     console = Console()
     if not console.is_terminal:
         console.width = 120  # of a file or a log nobody knows

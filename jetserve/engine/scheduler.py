@@ -93,6 +93,7 @@ class Scheduler:
         self._flights: deque[_Flight] = deque()
         self._arrived: list[Sequence] = []  # since the last plan
         self._started: list[Update] = []
+        self._turns = 0  # plans that prefilled something
         self._generate: Generate | None = None  # the last one, used again while nothing changes
 
     @property
@@ -343,26 +344,31 @@ class Scheduler:
         return lacking
 
     def _gather(self, draft: Draft, now: float, *, may_admit: bool) -> list[Sequence]:
-        """Finds who may have a chunk in this plan: prompts under way first, then the queue."""
-        budget, running = self.sizing.prefill_tokens, len(self.rows.active.slots)
-        candidates = self._prefilling[: self.sizing.prefill_rows]
+        """Finds who may have a chunk in this plan, first those who go first: prompts under way, and of the queue."""
+        budget, most = self.sizing.prefill_tokens, self.sizing.prefill_rows
+        running, admitted = len(self.rows.active.slots), 0
+        candidates = list(self._prefilling)
         tokens = sum(sequence.lacking for sequence in candidates)
-        room = self.sizing.prefill_rows - len(candidates)
-        while may_admit and room and tokens < budget and self.rows.free_slots:
+        while may_admit and admitted < most and self.rows.free_slots:
             sequence = self._waiting.next(self.memory.is_being_written)
             if sequence is None:
                 break
+            if (tokens >= budget or len(candidates) >= most) and sequence.rank > max(map(_rank, candidates)):
+                break  # it would get no chunk
             if self._settings.shed_hopeless and self._is_hopeless(sequence, 0, now):
                 self._shed(sequence)
                 continue
             if not self._has_room(sequence, running):
                 break
             self._waiting.admit(sequence)
-            room -= 1
+            admitted += 1
             if self._admit(sequence, draft, now):
                 candidates.append(sequence)
                 tokens += sequence.lacking
-        return candidates
+        self._turns += bool(candidates)
+        # Now and then by arrival, so that those of better rank do not keep a prompt under way from its end.
+        candidates.sort(key=_rank if self._turns % self._settings.ageing else _order)
+        return candidates[:most]
 
     def _has_room(self, sequence: Sequence, running: int) -> bool:
         """Whether to admit: pages for it and one more per running row, lest the next steps preempt it again."""
@@ -415,3 +421,7 @@ class Scheduler:
 
 def _rank(sequence: Sequence) -> tuple[bool, int, int]:
     return sequence.rank
+
+
+def _order(sequence: Sequence) -> int:
+    return sequence.order

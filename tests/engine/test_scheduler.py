@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from jetserve.config import SchedulerSettings
 from jetserve.engine.plan import Chunk, Generate, LogprobArrays, PageGrant, StepPlan, StepResult
 from jetserve.engine.scheduler import Scheduler, Update
 from jetserve.engine.sequence import Sequence
@@ -243,6 +244,36 @@ def test_waiting_goes_by_priority_then_arrival() -> None:
         order.append(plan.chunks[0].token_ids)
         s.commit(plan, result(plan, (0,)))
     assert order == [(3,), (1,), (2,)]
+
+
+def test_urgent_prompt_goes_before_the_rest_of_a_long_one() -> None:
+    s = scheduler()
+    add = Feed(s)
+    add(tuple(range(100, 140)), 2, priority=5)
+    assert [chunk.slot for chunk in s.schedule(0).chunks] == [0]
+    add((1, 2, 3), 2)
+    add((4, 5), 2, priority=7)
+    # 3 tokens of the urgent one, 5 of the long one; the meek one would get no chunk and stays in the queue
+    assert [(chunk.slot, len(chunk.token_ids)) for chunk in s.schedule(0).chunks] == [(1, 3), (0, 5)]
+    assert s.waiting == 1
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "longest_prefix"])
+def test_long_prompt_under_way_ends_however_many_urgent_ones_come(policy: str) -> None:
+    ageing = 4
+    settings = SchedulerSettings.model_validate({"ageing": ageing, "policy": policy})
+    s = Scheduler(scheduler().sizing, settings)
+    add = Feed(s)
+    add(tuple(range(100, 140)), 1, priority=5)
+    most = ageing * 40 // s.sizing.prefill_tokens
+    for number in range(most):
+        plan = s.schedule(0)
+        if any(chunk.is_last and chunk.slot == 0 for chunk in plan.chunks):
+            return
+        s.commit(plan, result(plan, (7,) * len(plan.chunks)))
+        for _ in range(3):
+            add((number, 2, 3, 4, 5, 6, 7, 8), 1)
+    raise AssertionError(f"not prefilled after {most} plans")
 
 
 def test_admission_keeps_one_page_for_each_running_row() -> None:

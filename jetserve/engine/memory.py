@@ -16,7 +16,7 @@ memory first.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -78,7 +78,7 @@ class KvMemory:
         self._host_blocks = sizing.host_blocks
         self._saves: dict[int, HostMove] = {}  # by block, of the plan in the making
         self._loading: set[Node] = set()  # nodes whose pages the plan in the making loads
-        self._writing: Counter[int] = Counter()  # hashes of blocks that sequences in slots are prefilling
+        self._writing: Counter[int] = Counter()  # hashes of pages that will come to the tree
 
     @property
     def available_pages(self) -> int:
@@ -144,7 +144,8 @@ class KvMemory:
             self.totals.queried_tokens += len(sequence.prefix)
             self.totals.cached_tokens += sequence.cached
             self.totals.host_cached_tokens += min(len(found.loads) * self._page_size, sequence.cached)
-        self._writing.update(self._hashes(sequence)[sequence.held.kept :])
+        sequence.held.announced = sequence.held.kept
+        self._writing.update(self._hashes(sequence)[sequence.held.announced :])
         return found
 
     def alloc(self, count: int) -> list[int]:
@@ -166,21 +167,23 @@ class KvMemory:
         if whole == kept or not self._is_sharing:
             return
         assert sequence.held.node is not None, sequence
-        hashes = self._hashes(sequence)[kept:whole]
-        if self.tree.matched_tokens(self._hashes(sequence)[: kept + 1]) > kept * self._page_size:
-            return  # computed by somebody else as well
-        self._end_writing(hashes)
+        hashes = self._hashes(sequence)
+        if self.tree.matched_tokens(hashes[: kept + 1]) > kept * self._page_size:
+            self._end_writing(sequence, len(hashes))  # computed by somebody else as well
+            return
         tokens = sequence.prefix[kept * self._page_size : whole * self._page_size]
         inserted = self.tree.insert(sequence.held.node, tokens, sequence.held.pages[kept:whole])
         if inserted.spare:
-            return  # the cache was flushed, and does not take what was computed before
+            self._end_writing(sequence, len(hashes))  # the cache was flushed, and takes nothing from before
+            return
+        self._end_writing(sequence, whole)
         self.tree.lock(inserted.node, above=sequence.held.node)
         sequence.held.node, sequence.held.kept = inserted.node, whole
         self.pool.free(inserted.freed)
 
     def leave(self, sequence: Sequence) -> None:
         """Takes a sequence's pages; what it has written stays in the tree."""
-        self._end_writing(self._hashes(sequence)[sequence.held.kept :])
+        self._end_writing(sequence, len(self._hashes(sequence)))
         own = sequence.held.pages[sequence.held.kept :]
         if sequence.held.node is not None:
             start, end = sequence.held.kept * self._page_size, sequence.positions_written
@@ -196,16 +199,16 @@ class KvMemory:
     def flush(self) -> int:
         """Forgets all prefixes; what running sequences use leaves with them. Returns the pages that are free now."""
         pages = self.tree.clear()
-        self._writing.clear()
         self.pool.free(pages)
         return len(pages)
 
-    def check(self, residents: Iterable[Sequence]) -> None:
+    def check(self, residents: Collection[Sequence]) -> None:
         """Raises: AssertionError unless free + cached + owned pages are all pages, each of them once."""
         self.tree.check()
         owned = [page for sequence in residents for page in sequence.held.pages[sequence.held.kept :]]
         self.pool.check([*owned, *self.tree.pages()])
-        assert all(count > 0 for count in self._writing.values()), self._writing
+        writing = Counter(name for sequence in residents for name in self._hashes(sequence)[sequence.held.announced :])
+        assert self._writing == writing, f"{self._writing} are waited for, {writing} are being written"
         assert not self._saves, "pages were evicted for no plan"
 
     def _share(self, sequence: Sequence, positions: int) -> Found:
@@ -267,9 +270,10 @@ class KvMemory:
         """Whole pages of its prefix that it can share at most: the last token is computed again."""
         return (len(sequence.prefix) - 1) // self._page_size
 
-    def _end_writing(self, hashes: list[int]) -> None:
-        for value in hashes:
-            if self._writing[value] > 1:
-                self._writing[value] -= 1
-            else:
-                self._writing.pop(value, None)
+    def _end_writing(self, sequence: Sequence, end: int) -> None:
+        """Nobody is to wait for the sequence's pages below `end` any more: they are in the tree, or will not be."""
+        for value in self._hashes(sequence)[sequence.held.announced : end]:
+            self._writing[value] -= 1
+            if not self._writing[value]:
+                del self._writing[value]
+        sequence.held.announced = max(sequence.held.announced, end)

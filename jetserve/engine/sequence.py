@@ -25,6 +25,7 @@ class Held:
       pages: entry i holds positions [i * page_size, (i + 1) * page_size).
       granted: entries of `pages` that the device knows.
       node, kept: the deepest node of the prefix tree it has locked, and how many pages are in the tree by it.
+      announced: pages from here on are waited for by others with the same prefix.
       written: tokens of its prefix known to be in the pages: cached ones, and chunks whose results were read.
       hashes: of the whole pages of its prefix; None until somebody asks.
     """
@@ -33,6 +34,7 @@ class Held:
     granted: int = 0
     node: Node | None = None
     kept: int = 0
+    announced: int = 0
     written: int = 0
     hashes: list[int] | None = None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Sequence as Ids
 from dataclasses import dataclass
@@ -264,10 +265,11 @@ class Interleavings(RuleBasedStateMachine):
 
     @initialize(
         pages=st.integers(2, 14),
-        cache=st.sampled_from([(True, 0), (True, 1), (True, 6), (False, 0)]),
+        cache=st.sampled_from([(True, 0), (True, 1), (True, 3), (True, 6), (False, 0)]),
         policy=st.sampled_from(["fcfs", "longest_prefix"]),
         ageing=st.integers(1, 4),
-        tpot_target_ms=st.sampled_from([None, 1e-9]),
+        tpot_target_ms=st.sampled_from([None, 1e-9, 1500]),
+        ttft_target_ms=st.sampled_from([None, 1e-9, 4000]),
         page_size=st.sampled_from([1, 2, 4]),
         slots=st.sampled_from([1, 2, 4]),
         steps=st.sampled_from([(1,), (1, 3), (2, 4)]),
@@ -280,7 +282,10 @@ class Interleavings(RuleBasedStateMachine):
         sizes, tokens, rows = prefill
         batches = tuple(size for size in (1, 2, 4) if size <= slots)
         self.sizing = Sizing(slots, 40, page_size, pages, sizes, rows, tokens, batches, steps, *cache)
-        self.engine = engine(self.sizing, SchedulerSettings.model_validate(settings))
+        chance = random.Random(1)  # steps that are measured to take this or that, and the same when played again
+        clock = itertools.accumulate(chance.random() for _ in itertools.count()).__next__
+        scheduler = Scheduler(self.sizing, SchedulerSettings.model_validate(settings))
+        self.engine = Engine(scheduler, FakeExecutor(self.sizing, VOCAB, next_token=next_token), clock=clock)
         self.asked: dict[str, Asked] = {}
         self.owners: dict[tuple[Sequence, int], int | None] = {}
         self.names = 0

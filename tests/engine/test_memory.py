@@ -129,6 +129,35 @@ def test_equal_pages_computed_twice_are_kept_once() -> None:
     mine.check(())
 
 
+def test_nobody_waits_for_pages_that_will_not_come() -> None:
+    """Of two that compute the same pages one keeps its own ones till its end, and with it what comes behind them."""
+    mine = memory()
+    first, second = sequence(LONG[:8]), sequence(LONG)
+    for one in (first, second):
+        mine.seat(one, 13)
+        one.prefilled = 8
+    reader = sequence((*LONG, 1))
+    mine.keep(first, 8)
+    assert mine.is_being_written(reader)
+    mine.keep(second, 8)
+    assert mine.is_being_written(reader) is False
+    mine.check([first, second])
+
+
+def test_flush_lets_go_whoever_waits_for_a_prefix_from_before_it() -> None:
+    mine = memory()
+    before, after, reader = sequence(LONG), sequence(LONG), sequence(LONG)
+    mine.seat(before, 13)
+    mine.flush()
+    before.prefilled = 4
+    mine.keep(before, 4)
+    assert mine.is_being_written(reader) is False
+    mine.seat(after, 13)
+    mine.leave(before)
+    assert mine.is_being_written(reader), "of those who came after the flush"
+    mine.check([after])
+
+
 def test_salt_keeps_prefixes_apart() -> None:
     mine = memory()
     written(mine, LONG, salt="a")

@@ -265,6 +265,29 @@ def fetch(name: Annotated[str, typer.Argument(help="demo or demo-gemma.")]) -> N
 
 
 @app.command()
+def cost(
+    out: Annotated[Path, typer.Option(metavar="FILE", help="The YAML file to write.")],
+    model: Model = None,
+    config: ConfigFile = None,
+    settings: Settings = None,
+    dtype: DTypeOption = None,
+    max_length: MaxLength = None,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite a file that is there.")] = False,
+) -> None:
+    """Load a model, measure what its steps take on this machine, and write that for `jetserve simulate --cost`.
+
+    Settings that shape programs and the KV pool count; targets, deadlines and KV events do not. Nothing else should run
+    meanwhile.
+    """
+    from jetserve.server import cost as body
+
+    body.require_new(out, is_forced=force)
+    tree = _config(config, settings, _engine_overrides(model, dtype, max_length))
+    logging.basicConfig(level="WARNING", format=_LOG_FORMAT, stream=sys.stderr)
+    body.cost(tree, out)
+
+
+@app.command()
 def simulate(
     cost: Annotated[Path, typer.Option(metavar="FILE", help="YAML file with the step times of a model and a chip.")],
     workload: Annotated[

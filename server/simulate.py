@@ -19,6 +19,7 @@ from jetserve.config import Config
 from jetserve.engine.cost_file import CostFile
 from jetserve.engine.sizing import Sizing, resolve
 from jetserve.errors import ConfigError
+from jetserve.server.outputs import require_writable
 from jetserve.server.progress import ProgressBar
 from jetserve.simulation import plot, workloads
 from jetserve.simulation.report import Limits, Report, Spread, report
@@ -58,9 +59,9 @@ def simulate(wanted: Wanted, config: Config, source: str) -> None:
     rates = _rates(wanted)
     if wanted.plot_file is not None:
         plot.require_matplotlib()
-        _require_writable(wanted.plot_file)
+        require_writable(wanted.plot_file)
     if wanted.json_file is not None and wanted.json_file != "-":
-        _require_writable(Path(wanted.json_file))
+        require_writable(Path(wanted.json_file))
     trace, limits = _trace(wanted, config)
     cost = CostFile.read(wanted.cost)
     sizing = resolve(
@@ -127,14 +128,6 @@ def _rate(flag: str, given: str | float) -> float:
     if not 0 < rate < math.inf:
         raise ConfigError(f"{flag}: {given!r} must be a number of requests per second above 0, as in {flag} 4")
     return rate
-
-
-def _require_writable(file: Path) -> None:
-    """Finds before a long run what would be found after it."""
-    if file.is_dir():
-        raise ConfigError(f"cannot write {file}: it is a folder")
-    if not file.parent.is_dir():
-        raise ConfigError(f"cannot write {file}: there is no folder {file.parent}")
 
 
 def _notes(cost: CostFile, sizing: Sizing) -> list[str]:

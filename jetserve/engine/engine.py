@@ -246,12 +246,33 @@ class ModelInfo:
     devices: str
 
 
+class Footprint(NamedTuple):
+    """What `sizing.resolve` has to know of a model on its chips.
+
+    Attributes:
+      platform: "tpu", "cpu" or "gpu".
+      max_position: the model's own limit of positions.
+      page_bytes_per_token: keys and values of one token in all layers, on all chips together.
+      cache_bytes: what the memory budget left for the cache; None where the configuration decided.
+    """
+
+    platform: str
+    max_position: int
+    page_bytes_per_token: int
+    cache_bytes: int | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model that can serve."""
+    """A model that can serve.
+
+    Attributes:
+      footprint: None when there is no model behind it.
+    """
 
     engine: Engine
     tokenizer: Tokenizer
     limits: ModelLimits
     name: str
     info: ModelInfo
+    footprint: Footprint | None = None

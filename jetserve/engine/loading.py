@@ -22,7 +22,7 @@ from jetserve.config import Config
 from jetserve.engine import programs, sampling, sizing, state, steps
 from jetserve.engine.compilations import COUNTER
 from jetserve.engine.cost import LinearCost, ModelWork, StepTimes, prior_times
-from jetserve.engine.engine import Engine, LoadedModel, ModelInfo
+from jetserve.engine.engine import Engine, Footprint, LoadedModel, ModelInfo
 from jetserve.engine.executor import DeviceExecutor
 from jetserve.engine.scheduler import Scheduler
 from jetserve.engine.sizing import Sizing
@@ -64,10 +64,11 @@ def load(config: Config, report: Report = lambda _what, _fraction: None) -> Load
     )
     mesh = make_mesh(config.mesh.tensor)
     form = _Form.of(config, source.config, mesh)
-    _sizes(config, form)()  # settings that contradict each other are refused before weights are read
+    _sizes(config, form.footprint())  # settings that contradict each other are refused before weights are read
     weights = source.weights(form, report)
     vocab_limit = min(source.config.vocab_size, tokenizer.vocab_size)
-    sizes = _resolve(config, form, weights, vocab_limit, report)
+    footprint = _footprint(config, form, weights, vocab_limit, report)
+    sizes = _sizes(config, footprint)
     engine = _build(config, form, weights, sizes, vocab_limit, report)
     limits = _limits(source.config, tokenizer, sizes, vocab_limit)
     return LoadedModel(
@@ -83,6 +84,7 @@ def load(config: Config, report: Report = lambda _what, _fraction: None) -> Load
             max_length=limits.max_length,
             devices=chips.describe(list(mesh.devices.flat)),
         ),
+        footprint=footprint,
     )
 
 
@@ -104,7 +106,8 @@ def build_engine(
     form = _Form.of(config, model, make_mesh(config.mesh.tensor))
     placed = form.put_all(weights)
     limit = model.vocab_size if vocab_limit is None else vocab_limit
-    return _build(config, form, placed, _resolve(config, form, placed, limit, report), limit, report)
+    sizes = _sizes(config, _footprint(config, form, placed, limit, report))
+    return _build(config, form, placed, sizes, limit, report)
 
 
 def use_compilation_cache(folder: str | None) -> None:
@@ -173,6 +176,9 @@ class _Form(NamedTuple):
     def cache(self, sizes: Sizing) -> jax.ShapeDtypeStruct:
         shape = programs.cache_shape(sizes, self.config.num_layers, self.heads.loaded_kv_heads, self.config.head_dim)
         return jax.ShapeDtypeStruct(shape, self.cache_dtype, sharding=programs.cache_sharding(self.mesh))
+
+    def footprint(self, cache_bytes: int | None = None) -> Footprint:
+        return Footprint(self.platform, self.config.max_position, self.cache_bytes_per_token, cache_bytes)
 
     @property
     def block_sharding(self) -> Sharding | None:
@@ -271,29 +277,20 @@ def _limits(model: ModelConfig, tokenizer: Tokenizer, sizes: Sizing, vocab_limit
     )
 
 
-def _sizes(config: Config, form: _Form) -> Callable[..., Sizing]:
-    """`sizing.resolve` but for the bytes of the cache."""
-    return functools.partial(
-        sizing.resolve,
-        config.engine,
-        config.scheduler,
-        platform=form.platform,
-        max_position=form.config.max_position,
-        page_bytes_per_token=form.cache_bytes_per_token,
-    )
+def _sizes(config: Config, footprint: Footprint) -> Sizing:
+    return sizing.resolve(config.engine, config.scheduler, **footprint._asdict())
 
 
-def _resolve(config: Config, form: _Form, weights: Weights[Array], vocab_limit: int, report: Report) -> Sizing:
-    resolved = _sizes(config, form)
+def _footprint(config: Config, form: _Form, weights: Weights[Array], vocab_limit: int, report: Report) -> Footprint:
     limit = chips.memory_limit_bytes(form.mesh.devices.flat[0])
     if limit is None or config.engine.kv_pages is not None:
-        return resolved()
+        return form.footprint()
     # Temporaries and code do not depend on how many pages there are: compile with few, and fill what is left.
-    few = resolved(cache_bytes=form.cache_bytes_per_token * _PROBE_TOKENS)
+    few = _sizes(config, form.footprint(form.cache_bytes_per_token * _PROBE_TOKENS))
     report("measuring memory", 0.0)
     memory = programs.measure(list(_table(form, weights, few, vocab_limit)))
     weight_bytes = sum(shard.data.nbytes for leaf in jax.tree.leaves(weights) for shard in leaf.addressable_shards[:1])
-    return resolved(cache_bytes=budget.cache_bytes(limit, weight_bytes, memory) * form.mesh.size)
+    return form.footprint(budget.cache_bytes(limit, weight_bytes, memory) * form.mesh.size)
 
 
 def _build(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import tempfile
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated
@@ -13,14 +14,23 @@ import typer
 from rich.console import Console
 
 from tests.bench import report
-from tests.bench.workloads import HOST_WORKLOADS, MODEL_WORKLOADS, MODELS, QUICK, SCHEDULE_SHAPES, Workload
+from tests.bench.workloads import (
+    HOST_WORKLOADS,
+    MODEL_WORKLOADS,
+    MODELS,
+    QUICK,
+    QUICK_TRACE,
+    SCHEDULE_SHAPES,
+    SIMULATED_TRACES,
+    Workload,
+)
 
-BENCHES = ("host", "schedule", "model")
+BENCHES = ("host", "schedule", "model", "simulate")
 
 
 def main(
     benches: Annotated[list[str] | None, typer.Argument(help=f"which: {', '.join(BENCHES)}; all when none")] = None,
-    model: Annotated[list[str] | None, typer.Option(help="of the model bench; may be repeated")] = None,
+    model: Annotated[list[str] | None, typer.Option(help="of the model and simulate benches; may be repeated")] = None,
     only: Annotated[list[str] | None, typer.Option(help="names of workloads; may be repeated")] = None,
     grpc: Annotated[bool, typer.Option("--grpc", help="the model bench goes through gRPC too")] = False,
     settings: Annotated[list[str] | None, typer.Option("--set", help="path=value, as for jetserve serve")] = None,
@@ -55,19 +65,34 @@ def main(
                 measurements.append(schedule.measure(slots, context_tokens, steps=5 if quick else 100))
         if "model" in chosen:
             from tests.bench import model as model_bench
-            from tests.bench.tiny_model import write_tiny_model
 
-            names, own = list(model or MODELS), list(settings or [])
-            if quick and not model:
-                folder = stack.enter_context(tempfile.TemporaryDirectory())
-                write_tiny_model(Path(folder))
-                names, own = [folder], ["model.random_weights=true", "model.served_name=tiny", *own]
+            names, own = _models(stack, model or MODELS, settings, tiny=quick and not model)
             workloads = _choose(MODEL_WORKLOADS, only, quick=quick)
             for name, through_grpc in itertools.product(names if workloads else [], (False, True)[: 1 + grpc]):
                 measurements += model_bench.measure(name, workloads, own, announce, through_grpc=through_grpc)
+        if "simulate" in chosen:
+            from tests.bench import simulate
+
+            names, own = _models(stack, model or MODELS[:1], settings, tiny=quick and not model)
+            traces = tuple(trace for trace in SIMULATED_TRACES if not only or trace.name in only)
+            for name in names if traces else []:
+                measurements += simulate.measure(name, (QUICK_TRACE,) if quick else traces, own, announce)
     report.show(console, measurements)
     if json is not None:
         report.write(json, measurements)
+
+
+def _models(
+    stack: ExitStack, models: Sequence[str], settings: list[str] | None, *, tiny: bool
+) -> tuple[list[str], list[str]]:
+    """Models and settings to load them with; with `tiny` one of random weights, for as long as the stack lasts."""
+    if not tiny:
+        return list(models), list(settings or [])
+    from tests.bench.tiny_model import write_tiny_model
+
+    folder = stack.enter_context(tempfile.TemporaryDirectory())
+    write_tiny_model(Path(folder))
+    return [folder], ["model.random_weights=true", "model.served_name=tiny", *(settings or [])]
 
 
 def _choose(workloads: tuple[Workload, ...], only: list[str] | None, *, quick: bool) -> tuple[Workload, ...]:

@@ -61,4 +61,18 @@ HOST_WORKLOADS = (
 )
 # (slots, prompt tokens): what a step costs must not grow with the context.
 SCHEDULE_SHAPES = ((256, 128), (256, 4096), (2048, 128), (2048, 1024))
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedTrace:
+    """Requests of a workload of `jetserve simulate`, for the bench that plays them in real time as well."""
+
+    name: str
+    workload: str
+    requests: int
+    seed: int = 0
+
+
+SIMULATED_TRACES = (SimulatedTrace("sharegpt-40", "sharegpt", 40), SimulatedTrace("multi-turn-40", "multi-turn", 40))
+QUICK_TRACE = SimulatedTrace("quick-trace", "multi-turn", 12)
 QUICK = Workload("quick", seed=0, prompt_tokens=16, output_tokens=8, concurrency=2, rounds=1)

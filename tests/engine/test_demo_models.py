@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from jetserve import LLM, SamplingParams
+from jetserve import LLM, Completion, SamplingParams
 from tests.links import ROOT
 
 GOLDENS = Path(ROOT) / "tests" / "models" / "goldens" / "demo.json"
@@ -61,4 +61,32 @@ def test_answers_are_the_same_one_by_one(model: tuple[str, LLM], goldens: dict[s
     name, llm = model
     some = [row["text"] for row in goldens[name]["prompts"][:3]]
     params = SamplingParams(temperature=0.7, top_p=0.9, seed=11, max_tokens=12)
-    assert [llm.generate(text, params)[0] for text in some] == llm.generate(some, params)
+    alone = [llm.generate(text, params)[0].token_ids for text in some]
+    assert alone == [completion.token_ids for completion in llm.generate(some, params)]
+
+
+def test_warm_answer_is_the_cold_answer_to_the_bit(model: tuple[str, LLM], goldens: dict[str, Any]) -> None:
+    """R54: cold, five times warm, behind other prompts' prefixes, and after others filled the cache."""
+    name, llm = model
+    rows = goldens[name]["prompts"]
+    prompt = next(row["prompt_token_ids"] for row in rows if len(row["prompt_token_ids"]) > 48)[:48]
+
+    def answer(tokens: int, cached: int) -> Completion:
+        params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, logprobs=1)
+        [found] = llm.generate([prompt], params)
+        assert found.usage.cached_tokens == cached
+        return found
+
+    llm.flush_cache()
+    cold = answer(64, cached=0)
+    for _ in range(5):
+        warm = answer(64, cached=47)
+        assert (warm.token_ids, warm.logprobs) == (cold.token_ids, cold.logprobs)
+    for shared in (15, 16, 17, 40):
+        llm.flush_cache()
+        llm.generate([[*prompt[:shared], prompt[shared] + 1]], SamplingParams(temperature=0.0, max_tokens=1))
+        warm = answer(12, cached=shared)
+        assert (warm.token_ids, warm.logprobs) == (cold.token_ids[:12], cold.logprobs[:12])
+    llm.generate([row["prompt_token_ids"] for row in rows], SamplingParams(temperature=1.0, seed=1, max_tokens=4))
+    warm = answer(12, cached=47)
+    assert (warm.token_ids, warm.logprobs) == (cold.token_ids[:12], cold.logprobs[:12])

@@ -68,6 +68,7 @@ def cost_file(model: LoadedModel, calibration: Calibration, date: datetime.date)
         step_seconds=times.step,
         prefill_position_seconds=times.prefill_position,
         generate_position_seconds=times.generate_position,
+        walked_position_seconds=times.walked_position,
         prefill=tuple(PrefillTime(tokens=tokens, seconds=seconds) for tokens, seconds in times.prefill.items()),
         generate=tuple(
             GenerateTime(steps=steps, rows=rows, seconds=seconds) for (steps, rows), seconds in times.generate.items()
@@ -88,6 +89,7 @@ def _show(model: LoadedModel, calibration: Calibration, out: Path) -> None:
     shown.add_section()
     shown.add_row("prefill, for 1,000 positions attended to", *_cells(1e3 * times.prefill_position))
     shown.add_row("generate, for 1,000 positions attended to", *_cells(1e3 * times.generate_position))
+    shown.add_row("generate, for 1,000 positions of rows x longest", *_cells(1e3 * times.walked_position))
     shown.add_row("every step", *_cells(times.step))
     shown.add_row("the host, while the device is busy", *_cells(calibration.host_seconds))
     console.print(shown)

@@ -1,7 +1,9 @@
 """How long a step takes, by its shape: a prior, what is learnt from measured steps, a guess for what was not seen.
 
 A step's time is a sum: a part of every step, one per compiled prefill and generate program, and one per position that
-prompt and decoded tokens attend to. `StepTimes` is that sum, `LinearCost` learns its terms. Host side; imports no jax.
+prompt and decoded tokens attend to. Rows that decode either walk their own positions, or all those of the longest one,
+as plain XLA does: each has a term, and measurements tell which of the two counts. `StepTimes` is that sum, `LinearCost`
+learns its terms. Host side; imports no jax.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ _CHANGED_DEVIATIONS = 10.0  # beyond the usual, summed up on one side: times hav
 _CHANGED = 0.05  # and so much of the doubt about the prior is back
 _MEASURED_AFTER = 16
 
-_STEP, _PREFILL_POSITION, _GENERATE_POSITION, _FIRST_PROGRAM = range(4)  # places of terms in a vector
+_STEP, _PREFILL_POSITION, _GENERATE_POSITION, _WALKED_POSITION, _FIRST_PROGRAM = range(5)  # places of terms in a vector
 _ALL = -1
 
 
@@ -69,6 +71,7 @@ class StepTimes:
       prefill: by the program's tokens.
       generate: by the program's (steps, rows).
       prefill_position, generate_position: for one token to attend to one position, over all layers.
+      walked_position: for each row of the generate program, active or not, and position of the longest one.
     """
 
     step: float
@@ -76,6 +79,7 @@ class StepTimes:
     generate: Mapping[tuple[int, int], float]
     prefill_position: float
     generate_position: float
+    walked_position: float = 0.0
 
 
 def nominal_times(sizing: Sizing) -> StepTimes:
@@ -91,6 +95,7 @@ def nominal_times(sizing: Sizing) -> StepTimes:
         },
         prefill_position=token_seconds * 1e-4,
         generate_position=token_seconds * 1e-4,
+        walked_position=token_seconds * 1e-4,
     )
 
 
@@ -137,6 +142,7 @@ def prior_times(sizing: Sizing, work: ModelWork, *, flops_per_second: float, byt
         # The tokens of a chunk read a position together, rows that decode each their own.
         prefill_position=attending,
         generate_position=max(attending, work.kv_bytes_per_token / bytes_per_second),
+        walked_position=max(attending, work.kv_bytes_per_token / bytes_per_second),
     )
 
 
@@ -180,9 +186,10 @@ class LinearCost:
     def seconds(self, shape: StepShape) -> float:
         """Of one step with this shape. Never below the part that every step has."""
         table, seconds = self._table, self._seconds
-        size, prefill_context, rows, steps, generate_context = shape
+        size, prefill_context, rows, steps, generate_context, longest = shape
         total = least = seconds[_STEP]
         total += seconds[_PREFILL_POSITION] * prefill_context + seconds[_GENERATE_POSITION] * generate_context
+        total += seconds[_WALKED_POSITION] * rows * longest
         if size:
             at = table.prefill.get(size)
             total += seconds[at] if at is not None else _sum(table.prefill_weights(size), seconds)
@@ -250,7 +257,7 @@ class _Table:
 
     def initial(self, prior: StepTimes) -> NDArray[np.float64]:
         programs = [prior.prefill[size] for size in self.prefill] + [prior.generate[key] for key in self.generate]
-        terms = [prior.step, prior.prefill_position, prior.generate_position, *programs]
+        terms = [prior.step, prior.prefill_position, prior.generate_position, prior.walked_position, *programs]
         return np.maximum(terms, _LEAST_SECONDS)
 
     def times(self, seconds: list[float]) -> StepTimes:
@@ -260,12 +267,14 @@ class _Table:
             generate={program: seconds[at] for program, at in self.generate.items()},
             prefill_position=seconds[_PREFILL_POSITION],
             generate_position=seconds[_GENERATE_POSITION],
+            walked_position=seconds[_WALKED_POSITION],
         )
 
     def weights(self, shape: StepShape) -> list[tuple[int, float]]:
         """The terms of a step of this shape, each once, and how often they are in it."""
-        size, prefill_context, rows, steps, generate_context = shape
+        size, prefill_context, rows, steps, generate_context, longest = shape
         found = [(_STEP, 1.0), (_PREFILL_POSITION, prefill_context), (_GENERATE_POSITION, generate_context)]
+        found.append((_WALKED_POSITION, rows * longest))
         if size:
             at = self.prefill.get(size)
             found += [(at, 1.0)] if at is not None else self.prefill_weights(size)

@@ -14,6 +14,7 @@ A YAML mapping; unknown keys are refused:
     step_seconds: 0.0002              the terms of `cost.StepTimes` from here on
     prefill_position_seconds: 2.0e-9
     generate_position_seconds: 3.0e-9
+    walked_position_seconds: 0.0      left out: 0
     prefill:
     - {tokens: 32, seconds: 0.03}
     generate:
@@ -85,6 +86,7 @@ class CostFile(_Record):
     step_seconds: Seconds
     prefill_position_seconds: Seconds
     generate_position_seconds: Seconds
+    walked_position_seconds: Seconds = 0.0
     prefill: Annotated[tuple[PrefillTime, ...], Field(min_length=1)]
     generate: Annotated[tuple[GenerateTime, ...], Field(min_length=1)]
 
@@ -109,6 +111,7 @@ class CostFile(_Record):
             generate={(program.steps, program.rows): program.seconds for program in self.generate},
             prefill_position=self.prefill_position_seconds,
             generate_position=self.generate_position_seconds,
+            walked_position=self.walked_position_seconds,
         )
 
     def with_times(self, times: StepTimes) -> Self:
@@ -141,6 +144,7 @@ def _terms(times: StepTimes) -> dict[str, object]:
         "step_seconds": times.step,
         "prefill_position_seconds": times.prefill_position,
         "generate_position_seconds": times.generate_position,
+        "walked_position_seconds": times.walked_position,
         "prefill": [{"tokens": tokens, "seconds": seconds} for tokens, seconds in sorted(times.prefill.items())],
         "generate": [
             {"steps": steps, "rows": rows, "seconds": seconds}

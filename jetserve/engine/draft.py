@@ -82,11 +82,14 @@ class Draft:
         self.prefill_tokens += end - start
         self._prefill_context += (start + 1 + end) * (end - start) // 2
 
-    def plan(self, saves: tuple[HostMove, ...], generate: Generate | None, context_tokens: int) -> StepPlan:
+    def plan(
+        self, saves: tuple[HostMove, ...], generate: Generate | None, context_tokens: int, longest_context: int
+    ) -> StepPlan:
         """What was collected, as a plan.
 
         Args:
           context_tokens: positions that one token of every row of `generate` attends to.
+          longest_context: of the row with the most.
         """
         rows, steps = (generate.rows, generate.steps) if generate is not None else (0, 0)
         return StepPlan(
@@ -97,5 +100,7 @@ class Draft:
             chunks=tuple(self._chunks),
             generate=generate,
             loads=tuple(self._loads),
-            shape=StepShape(self.prefill_size, self._prefill_context, rows, steps, context_tokens * steps),
+            shape=StepShape(
+                self.prefill_size, self._prefill_context, rows, steps, context_tokens * steps, longest_context * steps
+            ),
         )

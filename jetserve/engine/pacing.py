@@ -48,7 +48,7 @@ class Load(NamedTuple):
     Attributes:
       running: rows that decode; 0 for none.
       generate_rows: compiled size that covers them; 0 for none.
-      generate_context: positions attended to by one token of each of them.
+      generate_context, generate_longest: positions attended to by one token of each of them, and of the one with most.
       fewest_left: tokens until the first of them must end.
       prompt_tokens: that could be prefilled now: of prompts under way, and of those that would get a slot.
       prefill_context: positions that the first of these tokens attends to.
@@ -64,6 +64,7 @@ class Load(NamedTuple):
     prefill_context: int
     slack_seconds: float
     urgent_tokens: int = 0
+    generate_longest: int = 0
 
 
 class Pace(NamedTuple):
@@ -244,11 +245,10 @@ class Pacer:
             return self._block_seconds(load, self._steps[0]) if load.running else 0.0
         size = self._sizes[bisect.bisect_left(self._sizes, tokens)]
         steps = self._steps[0] if load.running else 0
-        shape = StepShape(size, int(positions), load.generate_rows, steps, _decoded_positions(load, steps))
-        return self.cost.seconds(shape)
+        return self.cost.seconds(_decoding(load, steps)._replace(prefill_size=size, prefill_context=int(positions)))
 
     def _block_seconds(self, load: Load, steps: int) -> float:
-        return self.cost.seconds(StepShape(0, 0, load.generate_rows, steps, _decoded_positions(load, steps)))
+        return self.cost.seconds(_decoding(load, steps))
 
 
 class _Split(NamedTuple):
@@ -264,8 +264,11 @@ def _positions(start: int, tokens: int) -> int:
     return tokens * start + tokens * (tokens + 1) // 2
 
 
-def _decoded_positions(load: Load, steps: int) -> int:
-    return steps * load.generate_context + load.running * (steps * (steps - 1) // 2)
+def _decoding(load: Load, steps: int) -> StepShape:
+    """A step that decodes so many tokens of each row, and prefills nothing."""
+    grown = steps * (steps - 1) // 2  # each token attends to one position more than the one before
+    context, longest = steps * load.generate_context + load.running * grown, steps * load.generate_longest + grown
+    return StepShape(0, 0, load.generate_rows, steps, context, longest)
 
 
 def _seconds(milliseconds: float | None) -> float | None:

@@ -103,6 +103,8 @@ class StepShape(NamedTuple):
       prefill_context: positions attended to, summed over the chunks' tokens.
       generate_rows, generate_steps: of the compiled program; 0 without generate.
       generate_context: positions attended to, summed over the active rows and the steps.
+      generate_longest: those of the active row with the most, summed over the steps; where rows are computed together,
+        all of them take as long as it does.
     """
 
     prefill_size: int = 0
@@ -110,6 +112,7 @@ class StepShape(NamedTuple):
     generate_rows: int = 0
     generate_steps: int = 0
     generate_context: int = 0
+    generate_longest: int = 0
 
 
 _NO_SHAPE = StepShape()

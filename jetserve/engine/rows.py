@@ -136,6 +136,12 @@ class Rows:
         index = self.active.array
         return int(self._written[index].sum()) + len(index)
 
+    @property
+    def longest_context(self) -> int:
+        """Positions that one more token of the active row with the most attends to; 0 without rows."""
+        index = self.active.array
+        return int(self._written[index].max()) + 1 if index.size else 0
+
     def advance(self, steps: int) -> None:
         """Counts `steps` tokens on every active row as scheduled; those that reach their limit stop being active."""
         index = self.active.array

@@ -182,7 +182,8 @@ class Scheduler:
         if draft.is_empty and not active.slots:
             return _EMPTY
         generate = self._decode(active.slots, steps)
-        plan = draft.plan(self.memory.take_saves(), generate, self.rows.context_tokens if generate else 0)
+        contexts = (self.rows.context_tokens, self.rows.longest_context) if generate else (0, 0)
+        plan = draft.plan(self.memory.take_saves(), generate, *contexts)
         self.padded_tokens += draft.prefill_size - draft.prefill_tokens
         self._flights.append(_Flight(plan, tuple(draft.parts), active.seats))
         if active.slots:
@@ -262,6 +263,7 @@ class Scheduler:
             running=len(active),
             generate_rows=self._generate_rows(active),
             generate_context=self.rows.context_tokens if active else 0,
+            generate_longest=self.rows.longest_context if active else 0,
             fewest_left=self.rows.fewest_left() if active else 0,
             prompt_tokens=sum(sequence.lacking for sequence in candidates),
             prefill_context=candidates[0].prefilled if candidates else 0,

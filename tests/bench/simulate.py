@@ -51,48 +51,70 @@ async def _compare(
     traces: tuple[SimulatedTrace, ...],
     announce: Announce,
 ) -> list[Measurement]:
-    loaded.engine.scheduler.pacer.cost = LinearCost(calibration.times)  # what the simulated one begins with
-    setup = Setup(loaded.engine.scheduler.sizing, tree.scheduler, calibration.times, calibration.host_seconds)
+    engine = loaded.engine
+    before_all = Setup(engine.scheduler.sizing, tree.scheduler, calibration.times, calibration.host_seconds)
     orchestrator = Orchestrator(lambda _report: loaded, tree.scheduler)
     await orchestrator.start()
     await orchestrator.wait_until_ready()
     found = []
     for wanted in traces:
-        trace = _at_load(wanted, setup)
-        predicted = reports.report(run(trace, setup), LIMITS, config="", cost="")
+        cost = engine.scheduler.pacer.cost = LinearCost(calibration.times)  # what the simulated one begins with
+        trace = _at_load(wanted, before_all)
+        predicted = _simulated(trace, before_all)
         announce(f"{loaded.name}: {wanted.name}, {predicted.duration_seconds:.0f} s")
         await orchestrator.flush_cache()
-        before = os.getloadavg()[0]
-        played = await Player(orchestrator, trace.clip(setup.max_tokens)[0]).play()
+        busy, before = os.getloadavg()[0], engine.status()
+        played = await Player(orchestrator, trace.clip(before_all.max_tokens)[0]).play()
+        after = engine.status()
+        host_seconds = (after.host_seconds - before.host_seconds) / (after.steps - before.steps)
+        afterwards = _simulated(trace, dataclasses.replace(before_all, times=cost.times, host_seconds=host_seconds))
+        shape = f"{len(trace.requests)} requests, one in {predicted.duration_seconds / len(trace.requests):.1f} s"
         bound = (
-            f"{os.cpu_count()} cores, of which others had {before:.1f} before; step times are off by "
-            f"{calibration.error:.1%} (median of {calibration.steps - calibration.fitted} steps)"
+            f"{_SATURATED_SHARE:.0%} of what the simulated engine can take; {os.cpu_count()} cores with a load of "
+            f"{busy:.1f} before; step times are off by {calibration.error:.1%}, median of "
+            f"{calibration.steps - calibration.fitted} steps"
         )
-        shape = f"{len(trace.requests)} requests, {predicted.rate_requests_per_second:.2f} a second"
-        figures = figures_of(played, predicted)
-        found.append(Measurement(f"simulate, {loaded.name}", wanted.name, shape, figures, bound))
+        found.append(
+            Measurement(
+                f"simulate, {loaded.name}", wanted.name, shape, figures_of(played, predicted, afterwards), bound
+            )
+        )
     await orchestrator.stop()
     return found
 
 
-def figures_of(played: list[Record], predicted: Report) -> tuple[Figure, ...]:
-    """Means over the requests that finished, and how many of them were good in a second."""
+def figures_of(played: list[Record], predicted: Report, afterwards: Report) -> tuple[Figure, ...]:
+    """Means over the requests that finished, and how many of them were good in a second.
+
+    Args:
+      afterwards: predicted with the step times that the engine learnt while the trace was played. What it is off by
+        lies in the simulation, and the rest in step times that have changed since they were measured.
+    """
     done = [record for record in played if record.outcome is Outcome.FINISHED]
     ttft, tpot = [ttft_ms(record) for record in done], [tpot_ms(record) for record in done]
     good = sum(LIMITS.are_met(*times) for times in zip(ttft, tpot, strict=True))
     seconds = max(record.end_seconds for record in done) - min(record.arrival_seconds for record in done)
     figures = []
-    for name, unit, measured, simulated in (
-        ("TTFT, mean", "ms", statistics.fmean(ttft), predicted.ttft_ms.mean),
-        ("TPOT, mean", "ms", statistics.fmean(tpot), predicted.tpot_ms.mean),
-        ("goodput", "requests/s", good / seconds, predicted.goodput),
+    for name, unit, measured, of in (
+        ("TTFT, mean", "ms", statistics.fmean(ttft), lambda one: one.ttft_ms.mean),
+        ("TPOT, mean", "ms", statistics.fmean(tpot), lambda one: one.tpot_ms.mean),
+        ("goodput", "requests/s", good / seconds, lambda one: one.goodput),
     ):
         figures += [
             Figure(f"{name}, measured", unit, measured, count=len(done)),
-            Figure(f"{name}, predicted", unit, simulated, count=predicted.finished),
-            Figure(f"{name}, predicted / measured", "", simulated / measured if measured else math.nan),
+            Figure("  predicted", unit, of(predicted), count=predicted.finished),
+            Figure("  predicted / measured", "", _ratio(of(predicted), measured)),
+            Figure("  by the run's own step times", "", _ratio(of(afterwards), measured)),
         ]
     return tuple(figures)
+
+
+def _ratio(part: float, whole: float) -> float:
+    return part / whole if whole else math.nan
+
+
+def _simulated(trace: Trace, setup: Setup) -> Report:
+    return reports.report(run(trace, setup), LIMITS, config="", cost="")
 
 
 def _at_load(wanted: SimulatedTrace, setup: Setup) -> Trace:

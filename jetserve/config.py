@@ -64,7 +64,7 @@ class EngineSettings(_Section):
     kv_bytes: Positive = Field(1 << 30, description="KV pool on machines whose memory is not ours to fill (CPU)")
     prefix_cache: bool = Field(True, description="sequences with an equal beginning share its KV pages")
     host_kv_bytes: Whole = Field(
-        0, ge=0, description="host memory for KV pages that leave the pool and may come back; 0 is none"
+        0, ge=0, le=1 << 44, description="host memory for KV pages that leave the pool and may come back; 0 is none"
     )
     prefill_sizes: Sizes = Field((32, 128, 512), description="tokens a prefill program packs")
     prefill_rows: Positive = Field(8, description="most prompts packed in one prefill")
@@ -135,8 +135,12 @@ class KvEventsSettings(_Section):
     )
     topic: str = Field("", description="first frame of each message; llm-d wants kv@<pod address>@<model>")
     encoding: Literal["map", "array"] = Field("map", description="of an event; array is for older routers")
-    buffer_steps: Positive = Field(10_000, description="batches kept for replay; about 4 bytes a token in them")
-    high_water_mark: Positive = Field(100_000, description="messages kept for a slow subscriber; the rest it misses")
+    buffer_steps: Positive = Field(
+        10_000, le=2**31 - 1, description="batches kept for replay; about 4 bytes a token in them"
+    )
+    high_water_mark: Positive = Field(
+        100_000, le=2**31 - 1, description="messages kept for a slow subscriber; the rest it misses"
+    )
 
     @pydantic.field_validator("endpoint", "replay_endpoint")
     @classmethod

@@ -27,6 +27,7 @@ from jetserve.simulation.run import Setup, run
 from jetserve.simulation.trace import Trace
 from jetserve.simulation.trace_files import read_trace, write_trace
 
+_LEAST_RATE, _MOST_RATE = 1e-6, 1e9  # what a simulated clock can tell apart
 _PLOTTED = (0.25, 0.5, 1.0, 2.0, 4.0)  # of the trace's own rate, when a plot is wanted and nobody says at which rates
 
 
@@ -92,8 +93,8 @@ def _trace(wanted: Wanted, config: Config) -> tuple[Trace, Limits]:
         raise ConfigError(f"give one of --trace FILE and --workload NAME; names are {', '.join(workloads.WORKLOADS)}")
     if wanted.requests is not None and wanted.requests < 1:
         raise ConfigError(f"--requests {wanted.requests} must be at least 1")
-    if wanted.seed < 0:
-        raise ConfigError(f"--seed {wanted.seed} must be at least 0")
+    if not 0 <= wanted.seed < 1 << 31:
+        raise ConfigError(f"--seed {wanted.seed} must be at least 0, and below {1 << 31}")
     for name, limit in (("--ttft-ms", wanted.ttft_ms), ("--tpot-ms", wanted.tpot_ms)):
         if limit is not None and not 0 < limit < math.inf:
             raise ConfigError(f"{name} {limit:g} must be a number above 0")
@@ -125,8 +126,10 @@ def _rate(flag: str, given: str | float) -> float:
         rate = float(given)
     except ValueError:
         rate = math.nan
-    if not 0 < rate < math.inf:
+    if not rate > 0:
         raise ConfigError(f"{flag}: {given!r} must be a number of requests per second above 0, as in {flag} 4")
+    if not _LEAST_RATE <= rate <= _MOST_RATE:
+        raise ConfigError(f"{flag}: {given!r} must be from {_LEAST_RATE:g} to {_MOST_RATE:g} requests per second")
     return rate
 
 

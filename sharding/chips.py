@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import jax
 
+_MEMORY_INFO = Path("/proc/meminfo")
 _CPU_INFO = Path("/proc/cpuinfo")
 _CPU_BFLOAT16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})  # x86 and Arm
 
@@ -43,6 +44,16 @@ def speed(device_kind: str, platform: str) -> ChipSpeed:
     if known is not None:
         return known
     return {"tpu": _UNKNOWN_TPU, "cpu": _CPU}.get(platform, _UNKNOWN_GPU)
+
+
+def host_memory_bytes() -> int | None:
+    """Of this machine, all of it; None where it does not say."""
+    try:
+        first, _, _ = _MEMORY_INFO.read_text(encoding="utf-8").partition("\n")
+    except OSError:
+        return None
+    name, _, amount = first.partition(":")
+    return int(amount.split()[0]) << 10 if name == "MemTotal" else None
 
 
 def multiplies_bfloat16(platform: str) -> bool:

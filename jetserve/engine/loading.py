@@ -277,7 +277,17 @@ def _limits(model: ModelConfig, tokenizer: Tokenizer, sizes: Sizing, vocab_limit
     )
 
 
+def _require_host_memory(config: Config) -> None:
+    memory_bytes, wanted = chips.host_memory_bytes(), config.engine.host_kv_bytes
+    if memory_bytes is not None and wanted >= memory_bytes:
+        raise ConfigError(
+            f"engine.host_kv_bytes={wanted} does not fit the {memory_bytes} bytes of memory that this machine has; "
+            f"lower it"
+        )
+
+
 def _sizes(config: Config, footprint: Footprint) -> Sizing:
+    _require_host_memory(config)
     return sizing.resolve(config.engine, config.scheduler, **footprint._asdict())
 
 

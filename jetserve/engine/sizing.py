@@ -105,8 +105,23 @@ def resolve(
         generate_rows=tuple(sorted(rows)),
         generate_steps=steps,
         prefix_cache=engine.prefix_cache,
-        host_blocks=engine.host_kv_bytes // (page_bytes_per_token * page_size) if engine.prefix_cache else 0,
+        host_blocks=_host_blocks(engine, page_bytes_per_token * page_size),
     )
+
+
+def _host_blocks(engine: EngineSettings, page_bytes: int) -> int:
+    if not engine.host_kv_bytes:
+        return 0
+    if not engine.prefix_cache:
+        raise ConfigError(
+            f"engine.host_kv_bytes={engine.host_kv_bytes} keeps pages of the prefix cache, and engine.prefix_cache is "
+            f"off; turn it on or set engine.host_kv_bytes=0"
+        )
+    if engine.host_kv_bytes < page_bytes:
+        raise ConfigError(
+            f"engine.host_kv_bytes={engine.host_kv_bytes} holds no page, one is {page_bytes} bytes; raise it or set 0"
+        )
+    return engine.host_kv_bytes // page_bytes
 
 
 def _default_rows(slots: int, on_tpu: bool) -> tuple[int, ...]:

@@ -171,6 +171,7 @@ def test_every_stage_is_reported(load: Load) -> None:
     [
         ("engine.max_length=1024", "engine.max_length=1024 exceeds the model's 512 positions"),
         ("mesh.tensor=64", "mesh.tensor=64, but this machine has"),
+        ("engine.host_kv_bytes=17592186044416", "engine.host_kv_bytes=17592186044416 does not fit the"),
         ("model.name=/nowhere", "model.random_weights needs model.name to be a folder with a config.json"),
     ],
 )

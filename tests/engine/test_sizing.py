@@ -82,6 +82,11 @@ def test_lengths_follow_model_and_platform(platform: str, max_position: int, len
             ["engine.kv_pages=1"],
             "engine.kv_pages=1 is the page for padding alone",
         ),
+        (["engine.host_kv_bytes=16383"], "engine.host_kv_bytes=16383 holds no page, one is 16384 bytes; raise it or"),
+        (
+            ["engine.host_kv_bytes=16384", "engine.prefix_cache=false"],
+            "engine.host_kv_bytes=16384 keeps pages of the prefix cache, and engine.prefix_cache is off",
+        ),
     ],
 )
 def test_sizes_that_contradict_each_other_are_refused(settings: list[str], said: str) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
@@ -33,3 +35,12 @@ def test_speed_of_a_device_is_that_of_its_cores(kind: str, version: pltpu.ChipVe
 def test_an_unknown_chip_is_guessed_by_its_platform() -> None:
     assert chips.speed("TPU v99", "tpu") == chips.speed("TPU v5e", "tpu")
     assert chips.speed("cpu", "cpu").flops_per_second < chips.speed("NVIDIA", "gpu").flops_per_second
+
+
+def test_memory_of_this_machine_is_what_the_kernel_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told = tmp_path / "meminfo"
+    told.write_text("MemTotal:        3 kB\nMemFree:         1 kB\n")
+    monkeypatch.setattr(chips, "_MEMORY_INFO", told)
+    assert chips.host_memory_bytes() == 3072
+    told.unlink()
+    assert chips.host_memory_bytes() is None

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import signal
 import sys
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from types import TracebackType
+from types import FrameType, TracebackType
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -105,14 +108,15 @@ class LLM:
             for request in requests
             for index in range(params.n)
         }
-        try:
-            for request in requests:
-                engine.add(request)
-            self._run(samples)
-        except BaseException:
-            for request in requests:
-                engine.abort(request.request_id)
-            raise
+        with _interrupts_held() as interrupt:
+            try:
+                for request in requests:
+                    engine.add(request)
+                self._run(samples, interrupt)
+            except BaseException:
+                for request in requests:
+                    engine.abort(request.request_id)
+                raise
         return [
             _completion(request, samples[request.request_id, index])
             for request in requests
@@ -145,7 +149,7 @@ class LLM:
             raise InvalidRequest(f"prompt {index}: {error}") from None
         return request
 
-    def _run(self, samples: dict[tuple[str, int], Sample]) -> None:
+    def _run(self, samples: dict[tuple[str, int], Sample], interrupt: Callable[[], None]) -> None:
         engine = self.loaded.engine
         with self._bar() as bar:
             task = bar.add_task("generating", total=len(samples))
@@ -161,6 +165,7 @@ class LLM:
                         engine.abort(sequence.request.request_id, sequence.index)
                     if sample.finish_reason is not None:
                         bar.advance(task)
+                interrupt()
 
     def _bar(self) -> Progress:
         return Progress(
@@ -178,6 +183,38 @@ def _load(config: Config, report: Callable[[str, float], None]) -> LoadedModel:
     from jetserve.engine import loading  # brings jax, which the rest of this module does not need
 
     return loading.load(config, report)
+
+
+@contextlib.contextmanager
+def _interrupts_held() -> Iterator[Callable[[], None]]:
+    """Holds Ctrl-C back until the yielded function is called, or the end: a step must not be cut in two.
+
+    A device program that was dispatched has taken its arguments' memory, so an engine that never hears of its result is
+    lost. A second Ctrl-C is not held back: whoever has waited long enough may lose the engine.
+    """
+    before = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(before):
+        yield lambda: None
+        return
+    held: list[FrameType | None] = []
+
+    def hold(_number: int, frame: FrameType | None) -> None:
+        held.append(frame)
+        if len(held) > 1:
+            deliver()
+
+    def deliver() -> None:
+        if held:
+            frame = held.pop()
+            held.clear()
+            before(signal.SIGINT, frame)
+
+    signal.signal(signal.SIGINT, hold)
+    try:
+        yield deliver
+    finally:
+        signal.signal(signal.SIGINT, before)
+    deliver()
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:

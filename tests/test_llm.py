@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -185,6 +186,41 @@ def test_interrupt_frees_everything_and_the_next_call_is_right(
     assert engine.status().pages_used == engine.status().waiting == 0
     assert warm(llm.generate(PROMPTS, GREEDY)) == expected
     assert is_idle(llm)
+
+
+@pytest.mark.parametrize("after", [0, 1, 2, 5])
+def test_ctrl_c_waits_for_the_step_that_runs(llm: LLM, monkeypatch: pytest.MonkeyPatch, after: int) -> None:
+    """Inside of it the device's state has been given away, and what comes back is not at hand yet."""
+    expected = warm(llm.generate(PROMPTS, GREEDY))
+    programs = llm.loaded.engine._executor._programs.generate
+    calls = 0
+
+    def interrupted(program: Any, *given: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        answer = program(*given)
+        if calls > after:
+            signal.raise_signal(signal.SIGINT)
+        return answer
+
+    before = signal.getsignal(signal.SIGINT)
+    with monkeypatch.context() as patch:
+        for size, program in programs.items():
+            patch.setitem(programs, size, functools.partial(interrupted, program))
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate(PROMPTS, GREEDY)
+    assert calls == after + 1
+    assert signal.getsignal(signal.SIGINT) is before
+    assert warm(llm.generate(PROMPTS, GREEDY)) == expected
+    assert is_idle(llm)
+
+
+def test_second_ctrl_c_is_not_held_back(llm: LLM) -> None:
+    with llm_module._interrupts_held() as interrupt:
+        signal.raise_signal(signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        interrupt()  # nothing is left to tell
 
 
 def test_cached_prefixes_are_counted_kept_apart_by_salt_and_flushed(llm: LLM) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Sequence as Ids
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import hypothesis.strategies as st
@@ -232,25 +232,36 @@ def test_name_of_an_aborted_request_can_be_used_again_at_once() -> None:
     assert answers(updates)["x", 0][0] == solo(again, 0)
 
 
-def test_slot_belongs_to_a_sequence_until_its_end() -> None:
-    """R33: a long prompt in 8 chunks while short requests come, end and are cancelled around it."""
+@pytest.mark.parametrize("rounds", [40, pytest.param(500, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("sizes", [{}, {"host_blocks": 3, "pages": 13}, {"prefix_cache": False}])
+def test_slot_belongs_to_a_sequence_until_its_end(rounds: int, sizes: dict[str, Any]) -> None:
+    """R33: a long prompt in 8 chunks while short requests come, end and are cancelled in slots that are full."""
     chance = random.Random(5)
-    for round_ in range(60):
-        on = engine()
-        long = request(tuple(chance.randrange(1, VOCAB) for _ in range(32)), 8, f"long-{round_}")
-        asked = [request(tuple(chance.randrange(VOCAB) for _ in range(chance.randrange(1, 6))), chance.randrange(1, 5))
-                 for _ in range(8)]  # fmt: skip
-        pending, updates, owners = [*asked[:2], long, *asked[2:]], [], {}
+    sizing = replace(SIZING, prefill_sizes=(4,), prefill_tokens=4, **sizes)
+    for round_ in range(rounds):
+        on = engine(sizing)
+        long = request((*SYSTEM[: chance.randrange(3)], *(chance.randrange(VOCAB) for _ in range(30))), 8, "long")
+        asked = [long]
+        for at in range(12):  # half of them begin alike, or as the long one
+            shared = chance.choice((SYSTEM, long.prompt_token_ids, ()))[: chance.randrange(20)]
+            own = (chance.randrange(VOCAB) for _ in range(chance.randrange(1, 6)))
+            asked.append(request((*shared, *own), chance.randrange(1, 5), f"{round_}/{at}"))
+        asked[0], asked[2] = asked[2], asked[0]
+        pending, updates, owners, given_up = list(asked), [], {}, set()
         while pending or on.has_work:
-            for _ in range(chance.randrange(3)):
-                if pending:
-                    on.add(pending.pop(0))
+            while pending and on.status().running + on.status().waiting <= sizing.slots:
+                on.add(pending.pop(0))
             updates += on.step(0.0)
+            on.check()
             for sequence in on.scheduler.rows.residents:
                 assert owners.setdefault((sequence, sequence.incarnation), sequence.slot) == sequence.slot
+                if sequence.request is not long and chance.random() < 0.02:
+                    given_up.add(sequence.request.request_id)
+                    on.abort(sequence.request.request_id)
         found = answers(updates)
-        for one in (*asked, long):
-            assert found[one.request_id, 0][0] == solo(one, 0)
+        for one in asked:
+            assert one.request_id in given_up or found[one.request_id, 0][0] == solo(one, 0)
+        assert on.status().pages_used == 0
 
 
 @dataclass

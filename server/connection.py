@@ -48,6 +48,8 @@ class Waiting:
     status: ServerStatus
 
     def __init__(self, timeout_seconds: float) -> None:
+        if not timeout_seconds >= 0:
+            raise ConfigError(f"waiting for the server for {timeout_seconds} s cannot be; give 0 seconds or more")
         self._timeout_seconds = timeout_seconds
         self._deadline = time.monotonic() + timeout_seconds
 

@@ -87,6 +87,12 @@ def test_nobody_there_is_unavailable(serve, run):
             client.wait_until_ready(0.2)
 
 
+@pytest.mark.parametrize("seconds", [math.nan, -1.0, -math.inf])
+def test_wait_that_would_never_end_or_has_ended_before_is_refused(seconds):
+    with Client("127.0.0.1:1") as client, pytest.raises(errors.ConfigError, match="give 0 seconds or more"):
+        client.wait_until_ready(seconds)
+
+
 @pytest.mark.parametrize(
     "arguments",
     [

@@ -128,13 +128,9 @@ class KvMemory:
             return True
         if most - self.cached_tokens(sequence) // self._page_size > self.available_pages:
             return False
-        # What it would share may count as available now, and will not when it is shared.
-        match = self._match(sequence)
-        found = sum(node.page is not None for node in match.nodes)
-        self.tree.lock(match.node)
-        is_enough = most - found <= self.available_pages
-        self.tree.unlock(match.node)
-        return is_enough
+        # What it would share counts as available now, unless others have locked it; when it is shared it will not.
+        shared = sum(node.page is not None and node.locks > 0 for node in self._match(sequence).nodes)
+        return most - shared <= self.available_pages
 
     def seat(self, sequence: Sequence, positions: int) -> Found:
         """Gives a sequence its pages: what the cache has of its prefix, and own ones for the rest. There is room."""

@@ -51,7 +51,9 @@ def read_trace(file: Path) -> Trace:
     except OSError as error:
         raise ConfigError(f"cannot read the trace {file}: {error.strerror}") from error
     except UnicodeDecodeError as error:
-        raise ConfigError(f"the trace {file} is not UTF-8 text: byte {error.start}") from error
+        raise ConfigError(
+            f"the trace {file} is not UTF-8 text: byte {error.start}; unpack it if it is compressed"
+        ) from error
     lines = text.splitlines()
     first = next((line for line in lines if line.strip()), "")
     requests = _azure(file, lines) if not first.lstrip().startswith("{") else _json_lines(file, lines)

@@ -227,6 +227,18 @@ def test_page_saved_by_a_plan_is_not_loaded_by_the_same_plan() -> None:
     mine.check([first, second])
 
 
+def test_page_saved_by_a_plan_is_not_read_in_part_by_the_same_plan() -> None:
+    mine = memory(pages=9, host_blocks=8)
+    written(mine, LONG)
+    written(mine, (2, 2, 2, 2))
+    first, second = sequence((1,) * 17), sequence(LONG)
+    mine.seat(first, 20)  # four pages were free
+    found = mine.seat(second, 12)
+    assert (second.cached, found) == (8, Found())
+    assert [move.page for move in mine.take_saves()] == [3, 4]
+    mine.check([first, second])
+
+
 def test_whoever_hits_a_page_that_is_being_loaded_waits_for_the_next_plan() -> None:
     mine = memory(pages=8, host_blocks=8)
     written(mine, LONG)

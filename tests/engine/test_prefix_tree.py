@@ -111,6 +111,7 @@ def test_partial_match_may_be_on_the_host() -> None:
 
 
 def test_namespaces_share_nothing() -> None:
+    """R57, R58: each adapter and each salt has prefixes of its own, also where their texts are equal."""
     tree = PrefixTree(1)
     namespaces = [Namespace(), Namespace(adapter="X"), Namespace(salt="X"), Namespace("X", "X"), Namespace(salt="")]
     for page, namespace in enumerate(namespaces):

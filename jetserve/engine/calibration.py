@@ -60,6 +60,25 @@ class Calibration:
     generate_counts: dict[tuple[int, int], int]
 
 
+class Watch:
+    """A `StepCost` that remembers what it was told, and leaves all else to another."""
+
+    def __init__(self, cost: StepCost) -> None:
+        self.cost = cost
+        self.seen: list[Measurement] = []
+
+    @property
+    def is_measured(self) -> bool:
+        return self.cost.is_measured
+
+    def seconds(self, shape: StepShape) -> float:
+        return self.cost.seconds(shape)
+
+    def observe(self, shape: StepShape, seconds: float) -> None:
+        self.seen.append(Measurement(shape, seconds))
+        self.cost.observe(shape, seconds)
+
+
 def calibrate(engine: Engine, limits: ModelLimits, report: Report = lambda _what, _fraction: None) -> Calibration:
     """Measures an idle engine. It is idle and its prefix cache empty afterwards; its own step times learn as well.
 
@@ -69,7 +88,7 @@ def calibrate(engine: Engine, limits: ModelLimits, report: Report = lambda _what
     """
     assert not engine.has_work, "an engine that serves cannot be measured"
     pacer, before = engine.scheduler.pacer, engine.status()
-    watch = pacer.cost = _Watch(pacer.cost)
+    watch = pacer.cost = Watch(pacer.cost)
     try:
         for prompts, answer_tokens, done in _rounds(engine.scheduler.sizing, limits):
             report("measuring step times", done)
@@ -104,25 +123,6 @@ def fit(prior: StepTimes, measured: list[Measurement], host_seconds: float) -> C
         prefill_counts={size: prefills.count(size) for size in prior.prefill},
         generate_counts={program: generates.count(program) for program in prior.generate},
     )
-
-
-class _Watch:
-    """A `StepCost` that remembers what it was told."""
-
-    def __init__(self, cost: StepCost) -> None:
-        self.cost = cost
-        self.seen: list[Measurement] = []
-
-    @property
-    def is_measured(self) -> bool:
-        return self.cost.is_measured
-
-    def seconds(self, shape: StepShape) -> float:
-        return self.cost.seconds(shape)
-
-    def observe(self, shape: StepShape, seconds: float) -> None:
-        self.seen.append(Measurement(shape, seconds))
-        self.cost.observe(shape, seconds)
 
 
 class _Round(NamedTuple):

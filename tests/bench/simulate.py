@@ -13,7 +13,7 @@ from collections.abc import Callable
 from jetserve import config
 from jetserve.config import Config
 from jetserve.engine import loading
-from jetserve.engine.calibration import Calibration, calibrate
+from jetserve.engine.calibration import Calibration, Watch, calibrate, fit
 from jetserve.engine.cost import LinearCost
 from jetserve.engine.engine import LoadedModel
 from jetserve.orchestrator import Orchestrator
@@ -58,7 +58,8 @@ async def _compare(
     await orchestrator.wait_until_ready()
     found = []
     for wanted in traces:
-        cost = engine.scheduler.pacer.cost = LinearCost(calibration.times)  # what the simulated one begins with
+        # The simulated engine begins with the same times.
+        watch = engine.scheduler.pacer.cost = Watch(LinearCost(calibration.times))
         trace = _at_load(wanted, before_all)
         predicted = _simulated(trace, before_all)
         announce(f"{loaded.name}: {wanted.name}, {predicted.duration_seconds:.0f} s")
@@ -67,7 +68,8 @@ async def _compare(
         played = await Player(orchestrator, trace.clip(before_all.max_tokens)[0]).play()
         after = engine.status()
         host_seconds = (after.host_seconds - before.host_seconds) / (after.steps - before.steps)
-        afterwards = _simulated(trace, dataclasses.replace(before_all, times=cost.times, host_seconds=host_seconds))
+        own = fit(calibration.times, watch.seen, host_seconds)
+        afterwards = _simulated(trace, dataclasses.replace(before_all, times=own.times, host_seconds=host_seconds))
         shape = f"{len(trace.requests)} requests, one in {predicted.duration_seconds / len(trace.requests):.1f} s"
         bound = (
             f"{_SATURATED_SHARE:.0%} of what the simulated engine can take; {os.cpu_count()} cores with a load of "
@@ -87,8 +89,8 @@ def figures_of(played: list[Record], predicted: Report, afterwards: Report) -> t
     """Means over the requests that finished, and how many of them were good in a second.
 
     Args:
-      afterwards: predicted with the step times that the engine learnt while the trace was played. What it is off by
-        lies in the simulation, and the rest in step times that have changed since they were measured.
+      afterwards: predicted with step times fitted to the steps of the run itself. What it is off by lies in the
+        simulation; the rest in step times that have changed since they were measured.
     """
     done = [record for record in played if record.outcome is Outcome.FINISHED]
     ttft, tpot = [ttft_ms(record) for record in done], [tpot_ms(record) for record in done]

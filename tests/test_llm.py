@@ -188,6 +188,15 @@ def test_interrupt_frees_everything_and_the_next_call_is_right(
     assert is_idle(llm)
 
 
+@pytest.fixture
+def ctrl_c() -> Iterator[None]:
+    """Raises KeyboardInterrupt on SIGINT, which a shell's background jobs ignore."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("ctrl_c")
 @pytest.mark.parametrize("after", [0, 1, 2, 5])
 def test_ctrl_c_waits_for_the_step_that_runs(llm: LLM, monkeypatch: pytest.MonkeyPatch, after: int) -> None:
     """Inside of it the device's state has been given away, and what comes back is not at hand yet."""
@@ -215,6 +224,7 @@ def test_ctrl_c_waits_for_the_step_that_runs(llm: LLM, monkeypatch: pytest.Monke
     assert is_idle(llm)
 
 
+@pytest.mark.usefixtures("ctrl_c")
 def test_second_ctrl_c_is_not_held_back(llm: LLM) -> None:
     with llm_module._interrupts_held() as interrupt:
         signal.raise_signal(signal.SIGINT)

@@ -172,5 +172,5 @@ def test_a_file_that_cannot_be_read_or_written_is_told_so(tmp_path):
     with pytest.raises(ConfigError, match=r"cannot write .*: Is a directory"):
         write_trace(Trace("t", ()), tmp_path)
     (tmp_path / "bytes").write_bytes(b"\xff\xfe\xfa")
-    with pytest.raises(ConfigError, match="is not UTF-8 text: byte [0-9]+; unpack it"):
+    with pytest.raises(ConfigError, match=r"is not UTF-8 text: byte [0-9]+; unpack it"):
         read_trace(tmp_path / "bytes")

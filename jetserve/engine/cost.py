@@ -175,10 +175,6 @@ class LinearCost:
         return self._observations >= _MEASURED_AFTER
 
     @property
-    def observations(self) -> int:
-        return self._observations
-
-    @property
     def times(self) -> StepTimes:
         """The terms as learnt so far."""
         return self._table.times(self._seconds)

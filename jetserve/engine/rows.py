@@ -22,10 +22,6 @@ class Seat(NamedTuple):
     sequence: Sequence
     incarnation: int
 
-    @property
-    def is_stale(self) -> bool:
-        return self.sequence.incarnation != self.incarnation
-
 
 class ActiveRows(NamedTuple):
     """The rows that decode, ascending, in the three forms their readers want."""

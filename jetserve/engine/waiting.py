@@ -45,11 +45,6 @@ class WaitingQueue:
         """By rank."""
         return iter(self._ranked)
 
-    @property
-    def oldest(self) -> Sequence | None:
-        """Who came first of all."""
-        return self._by_arrival[0] if self._by_arrival else None
-
     def add(self, sequence: Sequence) -> None:
         """Puts a sequence in its place."""
         bisect.insort(self._ranked, sequence, key=_rank)

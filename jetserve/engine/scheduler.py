@@ -31,7 +31,7 @@ from jetserve.engine.memory import KvMemory
 from jetserve.engine.pacing import Load, Pacer
 from jetserve.engine.plan import Generate, StepPlan, StepResult
 from jetserve.engine.rows import Rows, Seat
-from jetserve.engine.sequence import Lateness, Sequence, positions_written
+from jetserve.engine.sequence import Lateness, Sequence, max_positions
 from jetserve.engine.sizing import Sizing
 from jetserve.engine.waiting import WaitingQueue
 from jetserve.errors import InvalidRequest
@@ -119,7 +119,7 @@ class Scheduler:
 
     def require_fit(self, request: Request) -> None:
         """Raises: InvalidRequest when the request would not fit the pool even alone. May be called from any thread."""
-        pages = self.memory.pages(positions_written(request))
+        pages = self.memory.pages(max_positions(request))
         if pages > self.sizing.usable_pages:
             raise InvalidRequest(
                 f"a prompt of {len(request.prompt_token_ids)} tokens with max_tokens={request.max_tokens} needs "

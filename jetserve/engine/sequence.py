@@ -123,7 +123,7 @@ class Sequence:
     @property
     def max_positions(self) -> int:
         """Positions ever written."""
-        return positions_written(self.request)
+        return max_positions(self.request)
 
     def admission(self) -> Admission:
         """What the device must know to take the sequence up where the host's knowledge ends."""
@@ -167,6 +167,6 @@ class Sequence:
         self.preemptions += 1
 
 
-def positions_written(request: Request) -> int:
+def max_positions(request: Request) -> int:
     """Positions of the cache one sample of the request can fill: all tokens but the last."""
     return len(request.prompt_token_ids) + request.max_tokens - 1

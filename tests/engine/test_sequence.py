@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from jetserve.engine.sequence import Sequence, positions_written
+from jetserve.engine.sequence import Sequence, max_positions
 from jetserve.request import FinishReason, ModelLimits, Request, SamplingParams
 
 LIMITS = ModelLimits(vocab_size=100, max_length=32, eos_token_ids=(99,), max_prompt_tokens=31)
@@ -16,7 +16,7 @@ def sequence(prompt: list[int], **params: object) -> Sequence:
 
 
 def test_last_token_is_never_written() -> None:
-    assert positions_written(sequence([1, 2, 3]).request) == 3 + 4 - 1
+    assert max_positions(sequence([1, 2, 3]).request) == 3 + 4 - 1
 
 
 def test_stop_id_ends_with_stop_and_is_kept() -> None:

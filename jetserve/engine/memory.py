@@ -111,7 +111,7 @@ class KvMemory:
         """Whole pages' worth of the sequence's prefix that is cached now. Costs no more for long prefixes."""
         if not self._is_sharing:
             return 0
-        return self.tree.matched_tokens(self._hashes(sequence)[: self._most_found(sequence)])
+        return self.tree.matched_tokens(self._hashes(sequence), self._most_found(sequence))
 
     def is_being_written(self, sequence: Sequence) -> bool:
         """Whether somebody is prefilling the very page that the sequence would have to begin with."""
@@ -164,7 +164,7 @@ class KvMemory:
             return
         assert sequence.held.node is not None, sequence
         hashes = self._hashes(sequence)
-        if self.tree.matched_tokens(hashes[: kept + 1]) > kept * self._page_size:
+        if self.tree.matched_tokens(hashes, kept + 1) > kept * self._page_size:
             self._end_writing(sequence, len(hashes))  # computed by somebody else as well
             return
         tokens = sequence.prefix[kept * self._page_size : whole * self._page_size]

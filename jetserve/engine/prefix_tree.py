@@ -123,12 +123,15 @@ class PrefixTree:
         partial, shared = closest(node.children, tokens[covered : min(limit, covered + size)])
         return Match(node, path, covered, partial, shared)
 
-    def matched_tokens(self, hashes: Sequence[int]) -> int:
+    def matched_tokens(self, hashes: Sequence[int], most_pages: int | None = None) -> int:
         """How much of a prompt is cached in full pages, by its `block_hashes`. A hint: hashes may collide.
 
         Looks at few of them: where a page is cached, so are all before it.
+
+        Args:
+          most_pages: to find; None for all that have a hash.
         """
-        missing = bisect.bisect_left(hashes, True, key=lambda name: name not in self._hashes)
+        missing = bisect.bisect_left(hashes, True, hi=most_pages, key=lambda name: name not in self._hashes)
         return missing * self.page_size
 
     def lock(self, node: Node, *, above: Node | None = None) -> None:

@@ -145,6 +145,7 @@ def test_hint_counts_full_pages_wherever_they_are() -> None:
     assert tree.matched_tokens(names((1, 2, 3, 5))) == 2
     assert tree.matched_tokens(names((2, 1))) == 0
     assert tree.matched_tokens([]) == 0
+    assert tree.matched_tokens(names(range(1, 10)), 2) == 4
 
 
 # insert

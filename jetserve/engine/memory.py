@@ -144,16 +144,9 @@ class KvMemory:
         self._writing.update(self._hashes(sequence)[sequence.held.announced :])
         return found
 
-    def alloc(self, count: int) -> list[int]:
-        """Takes pages for a sequence, evicting others' if need be. The caller has seen `available_pages`."""
-        short = count - self.pool.free_pages
-        if short > 0:
-            evicted = self.tree.evict(short)
-            self.pool.free(evicted.pages)
-            self._saves |= {move.block: move for move in evicted.saves}
-            self.totals.evicted_pages += len(evicted.pages)
-            self.totals.saved_pages += len(evicted.saves)
-        return self.pool.alloc(count)
+    def extend(self, sequence: Sequence, count: int) -> None:
+        """Gives a sequence so many pages more. The caller has seen `available_pages`."""
+        sequence.held.pages += self._alloc(count)
 
     def keep(self, sequence: Sequence, written: int) -> None:
         """A committed plan has written so many positions of the prefix: whole pages can be found by others."""
@@ -213,7 +206,7 @@ class KvMemory:
         at_host = [node for node in match.nodes if node.page is None]
         partial = match.partial
         source, block = (partial.page, partial.block) if partial is not None else (None, None)
-        own = self.alloc(self.pages(positions) - len(match.nodes) + len(at_host))
+        own = self._alloc(self.pages(positions) - len(match.nodes) + len(at_host))
         loads = self.tree.restore(at_host, own[: len(at_host)])
         own = own[len(at_host) :]
         self._loading.update(at_host)
@@ -232,7 +225,7 @@ class KvMemory:
         return Found(copies, tuple(loads), is_ready)
 
     def _own(self, sequence: Sequence, positions: int) -> Found:
-        sequence.held.pages = self.alloc(self.pages(positions))
+        sequence.held.pages = self._alloc(self.pages(positions))
         return Found()
 
     def _match(self, sequence: Sequence) -> Match:
@@ -250,6 +243,17 @@ class KvMemory:
         if match.partial is not None and (match.partial in self._loading or match.partial.block in self._saves):
             return match._replace(partial=None, partial_tokens=0)
         return match
+
+    def _alloc(self, count: int) -> list[int]:
+        """Takes pages, evicting some if need be."""
+        short = count - self.pool.free_pages
+        if short > 0:
+            evicted = self.tree.evict(short)
+            self.pool.free(evicted.pages)
+            self._saves |= {move.block: move for move in evicted.saves}
+            self.totals.evicted_pages += len(evicted.pages)
+            self.totals.saved_pages += len(evicted.saves)
+        return self.pool.alloc(count)
 
     def _hashes(self, sequence: Sequence) -> list[int]:
         """Of the whole pages of the prefix, made once for each prefix."""

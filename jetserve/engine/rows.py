@@ -105,9 +105,8 @@ class Rows:
             self._is_active[slot] = True
             self._active = None
 
-    def extend(self, sequence: Sequence, pages: list[int]) -> None:
-        """Adds pages to a row."""
-        sequence.held.pages += pages
+    def extend(self, sequence: Sequence) -> None:
+        """The sequence has got more pages."""
         self._capacity[sequence.slot] = len(sequence.held.pages) * self._page_size
 
     def shortage(self, steps: int) -> dict[int, int]:

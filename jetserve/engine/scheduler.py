@@ -327,7 +327,8 @@ class Scheduler:
     def _grow(self, lacking: dict[int, int], draft: Draft) -> None:
         for slot, count in lacking.items():
             sequence = self.rows.sequence_at(slot)
-            self.rows.extend(sequence, self.memory.alloc(count))
+            self.memory.extend(sequence, count)
+            self.rows.extend(sequence)
             draft.grant(sequence, len(sequence.held.pages))
 
     def _preempt(self, lacking: dict[int, int]) -> dict[int, int]:

@@ -19,11 +19,11 @@ class Lateness(NamedTuple):
 
 @dataclass(slots=True)
 class Held:
-    """What a sequence has of the KV memory; see memory.py.
+    """What a sequence has of the KV memory. `KvMemory` alone changes it, but for `granted`.
 
     Attributes:
       pages: entry i holds positions [i * page_size, (i + 1) * page_size).
-      granted: entries of `pages` that the device knows.
+      granted: entries of `pages` that the device knows; counted by the plan that grants them.
       node, kept: the deepest node of the prefix tree it has locked, and how many pages are in the tree by it.
       announced: pages from here on are waited for by others with the same prefix.
       written: tokens of its prefix known to be in the pages: cached ones, and chunks whose results were read.
@@ -40,7 +40,7 @@ class Held:
 
 
 class Sequence:
-    """Tokens, slot and pages of one sample. The scheduler alone changes it.
+    """Tokens, slot and pages of one sample. The scheduler alone changes it, with its parts: rows, memory, queue, draft.
 
     Positions, for a prompt of P tokens and at most M generated ones:
         [0, P)            prompt; written by prefill

@@ -211,15 +211,17 @@ def path_of(name: str) -> str:
     return found[0] if len(found) == 1 else name
 
 
-def read_mapping(file: Path) -> dict[str, Any]:
+def read_mapping(file: Path, what: str = "configuration") -> dict[str, Any]:
     """Reads a YAML file that holds a mapping; keys without a value are left out.
 
+    Args:
+      what: the file is, for the message.
     Raises: ConfigError when it cannot be read, is not YAML, holds a key twice or no mapping.
     """
     try:
         tree = _yaml(file.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ConfigError(f"cannot read the configuration {file}: {error.strerror}") from error
+        raise ConfigError(f"cannot read the {what} {file}: {error.strerror}") from error
     except yaml.MarkedYAMLError as error:
         raise ConfigError(f"{file} is not valid YAML: {_place(error)}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -227,7 +229,7 @@ def read_mapping(file: Path) -> dict[str, Any]:
     if tree is None:
         return {}
     if not isinstance(tree, dict):
-        raise ConfigError(f"{file} must hold a mapping of sections, holds {type(tree).__name__}")
+        raise ConfigError(f"{file} must hold a mapping, holds {type(tree).__name__}")
     return {name: section for name, section in tree.items() if section is not None}  # all of it commented out
 
 

@@ -156,8 +156,8 @@ def test_every_wrong_setting_is_named_at_once() -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("[1, 2]", "must hold a mapping of sections, holds list"),
-        ("engine", "must hold a mapping of sections, holds str"),
+        ("[1, 2]", "must hold a mapping, holds list"),
+        ("engine", "must hold a mapping, holds str"),
         ("engine: [", "is not valid YAML"),
         ("engine: {slot: 1}", "unknown setting engine.slot; did you mean engine.slots?"),
         ("engines: {slots: 1}", "unknown setting engines; did you mean engine?"),

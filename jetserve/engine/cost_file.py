@@ -121,7 +121,7 @@ class CostFile(_Record):
     @classmethod
     def read(cls, path: Path) -> Self:
         """Raises: ConfigError naming the file, the key, its value and what would be right."""
-        tree = config.read_mapping(path)
+        tree = config.read_mapping(path, "step times")
         try:
             return cls.model_validate(tree)
         except pydantic.ValidationError as error:

@@ -139,7 +139,7 @@ def test_no_program_at_all_is_refused(path: Path) -> None:
 
 
 def test_a_file_that_is_not_there_is_named(path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"cannot read .*cost.yaml: No such file"):
+    with pytest.raises(ConfigError, match=r"cannot read the step times .*cost.yaml: No such file"):
         CostFile.read(path)
 
 

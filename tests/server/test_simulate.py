@@ -221,7 +221,7 @@ def failed(monkeypatch, capsys, *arguments):
         ("", "give one of --trace FILE and --workload NAME; names are azure-conversation"),
         ("--workload sharegpt --trace trace.jsonl", "give one of --trace FILE and --workload NAME"),
         ("--trace none.jsonl", "cannot read the trace none.jsonl: No such file or directory"),
-        ("--trace trace.jsonl --cost none.yaml", "none.yaml: No such file or directory"),
+        ("--trace trace.jsonl --cost none.yaml", "cannot read the step times none.yaml: No such file or directory"),
         ("--trace trace.jsonl --config none.yaml", "cannot read the configuration none.yaml"),
         ("--trace trace.jsonl --set engine.slotz=3", "did you mean engine.slots?"),
         ("--trace trace.jsonl --set engine.max_length=9999", "engine.max_length=9999 exceeds the model's 4096"),

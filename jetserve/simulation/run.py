@@ -13,6 +13,7 @@ import itertools
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from jetserve.config import SchedulerSettings
 from jetserve.engine.cost import LinearCost, StepTimes
@@ -193,8 +194,22 @@ class QueueBound:
         self._unstarted_tokens -= prompt_tokens
 
 
+class _Event(NamedTuple):
+    """An arrival or a deadline.
+
+    Attributes:
+      tie: numbers events as they become known; of those at one time the lower goes first.
+      record: the index of the request's record.
+    """
+
+    seconds: float
+    tie: int
+    is_deadline: bool
+    record: int
+
+
 class _Simulation:
-    """One run. Events are arrivals and deadlines; a record is told by its index, which is its request's id."""
+    """One run. A record is told by its index, which is its request's id."""
 
     def __init__(self, trace: Trace, setup: Setup, progress: Progress | None) -> None:
         sizing = setup.sizing
@@ -212,7 +227,7 @@ class _Simulation:
         self._queue = QueueBound(setup.settings, sizing.slots)
         self._live: set[int] = set()
         self._turns: dict[str, deque[int]] = {}
-        self._events: list[tuple[float, int, bool, int]] = []  # when, tie break, whether it is a deadline, of whom
+        self._events: list[_Event] = []  # a heap
         self._ties = itertools.count()
         self._over = 0
         self._schedule_openings()
@@ -228,7 +243,7 @@ class _Simulation:
                 self._take(updates, now)
                 self._queue.free_slots = self._setup.sizing.slots - self.engine.scheduler.rows.used_slots
             elif self._events:
-                self.clock.advance_to(self._events[0][0])
+                self.clock.advance_to(self._events[0].seconds)
             else:
                 break
             self.slots.hold(self.clock() - before)
@@ -253,11 +268,14 @@ class _Simulation:
             self._put(record.request.arrival_seconds, at)
 
     def _put(self, seconds: float, at: int, *, is_deadline: bool = False) -> None:
-        heapq.heappush(self._events, (seconds, next(self._ties), is_deadline, at))
+        heapq.heappush(self._events, _Event(seconds, next(self._ties), is_deadline, at))
 
     def _take_events(self, until: float, *, before_it: bool = False) -> None:
         """Handles what happened up to a time, or before it."""
-        while self._events and (self._events[0][0] < until or (self._events[0][0] == until and not before_it)):
+        while self._events:
+            next_seconds = self._events[0].seconds
+            if next_seconds > until or (before_it and next_seconds == until):
+                return
             seconds, _, is_deadline, at = heapq.heappop(self._events)
             if not is_deadline:
                 self._arrive(at, seconds)

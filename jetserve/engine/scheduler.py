@@ -298,8 +298,11 @@ class Scheduler:
                     self._shed(sequence)
 
     def _is_hopeless(self, sequence: Sequence, tokens_ahead: int, now: float) -> bool:
-        """Whether by all that was measured its first token would be late. One that has tokens already goes on."""
-        if sequence.generated or not self.pacer.cost.is_measured:
+        """Whether by all that was measured the first token of its request would be late.
+
+        That is its first sample's: those behind it are never given up, nor who has tokens already.
+        """
+        if sequence.index or sequence.generated or not self.pacer.cost.is_measured:
             return False
         own = len(sequence.prefix) - self.memory.cached_tokens(sequence)
         first = now + self.pacer.first_token_seconds(self._load([], now), tokens_ahead, own)

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from jetserve.config import SchedulerSettings
+from jetserve.engine.engine import Engine
+from jetserve.engine.fake import FakeExecutor
 from jetserve.engine.plan import StepShape
+from jetserve.engine.scheduler import Scheduler
 from jetserve.errors import DeadlineExceeded, Overloaded
+from jetserve.request import FinishReason
+from tests.engine.test_engine import SIZING, VOCAB, answers, next_token, request, solo
 
 
 class OneSecondSteps:
@@ -47,6 +53,19 @@ async def test_hopeless_request_ends_overloaded_with_the_numbers(serve: Any) -> 
         assert (status.shed_requests, status.waiting_requests, status.waiting_tokens) == (2, 0, 0)
         assert (served.metrics.shed, served.metrics.rejected) == (2, 0)
         assert [record.reason for record in served.metrics.requests] == ["abort", "abort"]
+
+
+def test_samples_behind_the_first_are_not_late_for_its_first_token() -> None:
+    """With one slot the second sample begins when the first has ended, long after the target."""
+    settings = SchedulerSettings(shed_hopeless=True, ttft_target_ms=1500)
+    sizing = replace(SIZING, slots=1, generate_rows=(1,))
+    on = Engine(Scheduler(sizing, settings, OneSecondSteps()), FakeExecutor(sizing, VOCAB, next_token=next_token))
+    asked = request((1, 2), 4, n=2, ignore_eos=True)
+    on.add(asked)
+    updates = [update for now in range(20) for update in on.step(float(now))]
+    assert answers([one for one in updates if one.token_ids]) == {
+        (asked.request_id, index): (solo(asked, index), FinishReason.LENGTH) for index in range(2)
+    }
 
 
 async def test_a_request_is_shed_by_its_own_deadline_too(serve: Any) -> None:

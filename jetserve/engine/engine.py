@@ -1,4 +1,4 @@
-"""Steps the scheduler and the executor, one block late. Host side, engine thread only; imports no jax."""
+"""Steps the scheduler and the executor; reads results one step late. Host side, engine thread only; imports no jax."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ Every plan lets all running rows decode, and beside them prefills prompt tokens 
 who is next, memory.py what of its prompt is cached and where the rest goes, pacing.py how much a step does: a running
 stream waits for at most one prefill of that size between two blocks of tokens.
 
-The host is one block late: `schedule` counts on every token it dispatched, `commit` learns later which rows stopped
+The host is one step late: `schedule` counts on every token it dispatched, `commit` learns later which rows stopped
 earlier. What such a plan says about a row that has ended is harmless: the device has dropped the row by itself.
 
 Slots and pages are free for others the moment a sequence leaves, although plans in flight still name its row. That is

@@ -1,7 +1,8 @@
 """The thread that loads the model and then owns the engine. Imports no jax.
 
 Commands come in through one queue, and the thread sleeps in it while there is nothing to do. What it has to say goes
-out as one call into the event loop per step. A command never waits for more than the step that is running.
+out as one call into the event loop per step, and one more where cached blocks have changed. A command never waits for
+more than the step that is running.
 
 When nobody has come for a while the engine's books are checked, once. That looks at every cached page, 37 us each, so
 the while is as long as twenty checks: who comes during one waits a twentieth of the time that nobody came.

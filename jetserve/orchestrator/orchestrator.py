@@ -388,7 +388,7 @@ class Orchestrator:
             channel.cached_tokens = update.sequence.cached
 
     def _shed(self, channel: Channel, update: Update) -> None:
-        """One sample would be late, so the request as a whole is."""
+        """The first sample would be late, so the request as a whole is."""
         waited = self._intake.retry_after(self._intake.unstarted, self._engine_status.retry_after_seconds)
         self._observer.shed()
         self._end(channel, hopeless(update.sequence, waited), "abort")
